@@ -101,7 +101,7 @@ def predictive_entropy(
         out.append(-(logp.exp()*logp).sum(-1))
     return torch.cat(out).cpu()
 
-# %% ../../nbs/analysis/10_states.ipynb #c25a7868
+# %% ../../nbs/analysis/10_states.ipynb #f6a507ec
 def collect_states(
     target:Target,
     prompts,            # of `load_prompts`, or any iterable of `Prompt`
@@ -112,7 +112,7 @@ def collect_states(
     seed:int=0,         # of the sample
     raw:bool=False,     # no chat template
     max_length:int=2048,
-    batch_tokens:int=1024
+    batch_tokens:int=512 # padded size of a batch
 ) -> States:
     """States of a uniform sample of tokens, by one forward pass over the sequences that hold them.
 
