@@ -18,7 +18,7 @@ from ..targets import Target, load_target
 __all__ = ['CONVENTION', 'States', 'sample_positions', 'predictive_entropy', 'collect_states', 'save_states', 'load_states',
            'cached_states']
 
-# %% ../../nbs/analysis/10_states.ipynb #ac9124b2
+# %% ../../nbs/analysis/10_states.ipynb #68aa8ac4
 CONVENTION = 'boundary index: h = index into hidden_states; h = num_layers is taken before the final norm'
 
 @dataclass
@@ -44,8 +44,8 @@ class States:
         if h not in self.layers: raise ValueError(f"h={h!r} was not captured: choose among {self.layers}")
         return self.x[self.layers.index(h)]
     def take(self, rows) -> States:
-        "The sample restricted to `rows` (a mask or indices)."
-        rows = torch.as_tensor(np.asarray(rows))
+        "The sample restricted to `rows` (a mask, indices or a slice)."
+        rows = rows if isinstance(rows, slice) else torch.as_tensor(np.asarray(rows))
         return replace(self, x=self.x[:,rows], **{k: getattr(self, k)[rows] for k in ('future', 'entropy', 'token', 'position', 'prompt')})
     def __repr__(self):
         p = self.provenance
