@@ -55,7 +55,7 @@ def plot_entropy(
     ax.legend(frameon=False, fontsize='small')
     return ax
 
-# %% ../nbs/50_plots.ipynb #71d49159
+# %% ../nbs/50_plots.ipynb #53724631
 def plot_cka(
     table,   # square DataFrame, index and columns = h
     blocks=(), # compartments, as lists of h
@@ -65,7 +65,7 @@ def plot_cka(
     import seaborn as sns
     from matplotlib.patches import Rectangle
     ax = figure(5.2, 4.4)
-    sns.heatmap(table, cmap='cividis', vmax=1, square=True, xticklabels=5, yticklabels=5, cbar_kws=dict(label='CKA (debiased)'), ax=ax)
+    sns.heatmap(table, cmap='cividis', vmax=1, square=True, xticklabels=5, yticklabels=5, cbar_kws=dict(label='CKA (debiased)'), rasterized=True, ax=ax)
     at = list(table.index)
     for b in blocks: ax.add_patch(Rectangle((at.index(b[0]),)*2, len(b), len(b), fill=False, edgecolor='w', lw=1.6))
     ax.set(title=title, xlabel='boundary index h', ylabel='boundary index h')
@@ -115,7 +115,7 @@ def plot_distribution(
     ax.legend(frameon=False, fontsize='small', loc='upper left')
     return ax
 
-# %% ../nbs/50_plots.ipynb #431acaa6
+# %% ../nbs/50_plots.ipynb #2fb32f98
 def plot_stability(
     table, # columns h, frequency, tokens (name of the filter)
     title=''
@@ -123,12 +123,11 @@ def plot_stability(
     "How often each layer is chosen on random halves of the prompts."
     import seaborn as sns
     ax = figure()
-    sns.barplot(table, x='h', y='frequency', hue='tokens', ax=ax)
+    sns.barplot(table, x='h', y='frequency', hue='tokens', native_scale=True, ax=ax)
     for bars,hatch in zip(ax.containers, ('', '///', '...')):
         for b in bars: b.set_hatch(hatch)
     ax.set(title=title, xlabel='boundary index h', ylabel='chosen in share of halves', ylim=(0, 1))
     ax.legend(title=None, frameon=False, fontsize='small')
-    ax.xaxis.set_major_locator(__import__('matplotlib').ticker.MultipleLocator(5))
     return ax
 
 def plot_budget(

@@ -51,7 +51,7 @@ def parse_filter(
     except ValueError: raise ValueError(f"filter {text!r} must be 'none' or like 'high:0.5', 'low:0.5', 'random:0.5' or 'high:2nats'") from None
     return TokenFilter(kind, **({'threshold': number} if value.endswith('nats') else {'fraction': number}))
 
-# %% ../../nbs/analysis/14_filtering.ipynb #1714c2fd
+# %% ../../nbs/analysis/14_filtering.ipynb #80413101
 def compare_filters(
     states:States,
     filters,           # TokenFilters; None stands for all tokens
@@ -66,6 +66,6 @@ def compare_filters(
     if n > len(rows[fewest]): raise ValueError(f"tokens={n}: filter {fewest} keeps only {len(rows[fewest])}")
     out = {}
     for k,r in rows.items():
-        out[k] = layer_statistics(states, np.random.default_rng(seed).permutation(r)[:n], **options)
+        out[k] = layer_statistics(states, np.random.default_rng([seed, 1]).permutation(r)[:n], **options)
         out[k].filter = k
     return out

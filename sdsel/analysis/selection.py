@@ -166,7 +166,7 @@ METHODS = {
     'facility-location': Recipe('the set that stands best for all layers', 'facility-location', 'exhaustive'),
     'target-aware': Recipe('the set most aligned with the state the head reads one token later', 'target-aware', 'exhaustive')}
 
-# %% ../../nbs/analysis/15_selection.ipynb #a95b3e69
+# %% ../../nbs/analysis/15_selection.ipynb #d9957e4c
 @dataclass(frozen=True)
 class Selection:
     "A chosen set of layers, and why."
@@ -178,9 +178,9 @@ class Selection:
     score:float|None = None     # of the set; nats for entropies
     steps:tuple[tuple[int, float], ...] = () # greedy: (layer, score after adding it)
     subsets:int|None = None     # how many sets of this size there are
-    percentile:float|None = None # of this set among all, by the objective (order 2 for the shortlist)
-    default:dict|None = None    # the EAGLE rule's layers, score and percentile
-    greedy:dict|None = None     # greedy's layers, score and gap to the optimum
+    percentile:float|None = None # share of all sets that score less, by the objective (order 2 for the shortlist)
+    default:dict|None = None    # the EAGLE rule's layers, score (as `score`) and percentile (as above)
+    greedy:dict|None = None     # greedy's layers, score and gap to the optimum, by the objective (order 2)
     candidates:tuple[int, ...] = ()
     filter:str = 'none'
     tokens:int = 0
@@ -216,11 +216,12 @@ def _report(s):
         of = f'best of {s.subsets:,} sets' if s.search in ('exhaustive', 'shortlist') else f'above {s.percentile:.1f} % of {s.subsets:,} sets' if s.percentile is not None else 'greedy'
         out.append(f"score {s.score:.4f} ({'Shannon joint entropy, nats' if s.search == 'shortlist' else s.objective}; {of}; {s.tokens} tokens, filter {s.filter})")
     for i,(h,v) in enumerate(s.steps): out.append(f"  step {i+1}: h={h:<3} score {v:.4f}" + (f" ({v-s.steps[i-1][1]:+.4f})" if i else ''))
-    if s.default: out.append(f"default {tuple(s.default['layers'])} scores {s.default['score']:.4f}, above {s.default['percentile']:.1f} % of all sets")
-    if s.greedy: out.append(f"greedy {'finds the optimum' if s.greedy['gap'] < 1e-9 else 'stops at '+str(tuple(s.greedy['layers']))+', '+format(s.greedy['gap'], '.4f')+' below the optimum'}")
+    two = ' at order 2' if s.search == 'shortlist' else ''
+    if s.default: out.append(f"default {tuple(s.default['layers'])} scores {s.default['score']:.4f}, above {s.default['percentile']:.1f} % of all sets{two}")
+    if s.greedy: out.append(f"greedy {'finds the optimum' if s.greedy['gap'] < 1e-9 else 'stops '+format(s.greedy['gap'], '.4f')+' below the optimum'}{two}, {tuple(s.greedy['layers'])}")
     return '\n'.join(out)
 
-# %% ../../nbs/analysis/15_selection.ipynb #1bd68bda
+# %% ../../nbs/analysis/15_selection.ipynb #00064bb1
 def _rule(stats, k, method, pool, seed, options):
     "Layers of a method that scores nothing."
     L,rng = stats.num_layers,np.random.default_rng(seed)
@@ -279,5 +280,8 @@ def _search(stats, k, pool, score, search, limit, about):
     if search == 'greedy':
         return Selection(name(chosen), score=values[-1], steps=tuple((stats.layers[i], v) for i,v in zip(chosen, values)),
                          percentile=below(values[-1]) if exact else None, **out, **about)
-    win,value = (sub[best],float(scores[best])) if search == 'exhaustive' else rerank(stats, sub, scores)
+    if search == 'exhaustive': win,value = sub[best],float(scores[best])
+    else:
+        win,value = rerank(stats, sub, scores)
+        if 'default' in out: out['default']['score'] = stats.subset_entropy(out['default']['layers'])
     return Selection(name(win), score=value, percentile=below(float(score(win[None])[0])), **out, **about)

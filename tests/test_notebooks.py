@@ -1,0 +1,51 @@
+"What nbdev_test can't see: whether the committed notebooks are fit to read, and whether experiments run through papermill."
+import json, re
+from pathlib import Path
+import nbformat, papermill, pytest
+from sdsel.run import run_experiment
+
+root = Path(__file__).parent.parent
+nbs = [p for p in sorted((root/'nbs').rglob('*.ipynb')) if not p.name.startswith('_') and '.ipynb_checkpoints' not in p.parts]
+experiments = [p for p in nbs if p.parent.name == 'experiments']
+runs = sorted((root/'figures').glob('*/*.ipynb'))
+read = lambda p: nbformat.read(p, as_version=4)
+outputs = lambda nb: [o for c in nb.cells if c.cell_type == 'code' for o in c.outputs]
+
+@pytest.mark.parametrize('p', nbs+runs, ids=lambda p: f'{p.parent.name}/{p.stem}')
+def test_readable(p):
+    nb = read(p)
+    assert nb.metadata.kernelspec.language == 'python', 'nbdev_test skips any other language without a word'
+    assert not [o for o in outputs(nb) if o.output_type == 'error' or o.get('name') == 'stderr']
+    assert not [o for o in outputs(nb) if 'application/vnd.jupyter.widget-view+json' in o.get('data', {})]
+    title = nb.cells[0].source.splitlines()
+    if title[0].startswith('# '): assert all(l == '' or l[:2] in ('# ', '> ', '- ') for l in title), 'nbdev drops prose from the title cell'
+    assert p.stat().st_size < 600_000
+    assert max(len(c.source.splitlines()) for c in nb.cells if c.cell_type == 'code') <= 45
+    assert not re.search(r'(?<![\w.])/(home|root|tmp|work)/', p.read_text()), 'a path of some machine'
+
+@pytest.mark.parametrize('p', [p for p in nbs if p.stem != 'index'], ids=lambda p: p.stem)
+def test_has_outputs(p):
+    assert outputs(read(p)), 'people read this on the web: run .ci/prepare with this notebook'
+
+@pytest.mark.parametrize('p', experiments, ids=lambda p: p.stem)
+def test_parameters(p):
+    assert [c.metadata.get('tags', []) for c in read(p).cells].count(['parameters']) == 1
+    assert {'model', 'out'} <= papermill.inspect_notebook(p).keys()
+
+def test_papermill(tmp_path):
+    out = run_experiment('analyze', 'tiny', dict(rounds=3, draws=2, tokens=500), out=tmp_path)
+    names = {p.name for p in out.iterdir()}
+    assert {'analyze.ipynb', 'analyze.txt', 'run.json', 'selection.json'} <= names and not [n for n in names if 'failed' in n]
+    for figure in 'entropy', 'cka', 'growth', 'greedy', 'sets', 'stability', 'budget': assert {f'{figure}.csv', f'{figure}.svg', f'{figure}.png'} <= names
+    assert not [o for o in outputs(read(out/'analyze.ipynb')) if o.get('name') == 'stderr']
+
+def test_failed_run_keeps_the_last_good_one(tmp_path):
+    good = tmp_path/'tiny'/'analyze.ipynb'
+    good.parent.mkdir(); good.write_text('good')
+    with pytest.raises(RuntimeError, match='analyze failed for tiny: ValueError: .*k=99'): run_experiment('analyze', 'tiny', dict(k=99, tokens=300), out=tmp_path)
+    assert good.read_text() == 'good' and (tmp_path/'tiny'/'analyze.failed.ipynb').exists()
+
+@pytest.mark.parametrize('p', sorted((root/'figures').glob('*/run.json')), ids=lambda p: p.parent.name)
+def test_committed_runs_say_how(p):
+    r = json.loads(p.read_text())
+    assert r['command'].startswith('sdsel run ') and {'torch', 'machine'} <= r['versions'].keys() and r['model']['revision']
