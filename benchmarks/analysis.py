@@ -19,6 +19,7 @@ def options():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--model', default='smollm2-135m')
     p.add_argument('--tokens', type=int, default=4096, help='sample size')
+    p.add_argument('--prompts', type=int, help='read only so many prompts in (3) and (4), for a short trial')
     p.add_argument('--pairs', type=int, default=40, help='pairs of layers given to the per-pair packages')
     p.add_argument('--layers', type=int, default=6, help='layers given to the entropy package')
     p.add_argument('--full', action='store_true', help='all pairs and layers: nothing is extrapolated')
@@ -131,7 +132,7 @@ def selection(o, stats):
 
 @torch.no_grad()
 def collection(o):
-    target,prompts,groups,ids = load_target(o.model),load_prompts(seed=o.seed),[],[]
+    target,prompts,groups,ids = load_target(o.model),load_prompts(n=o.prompts, seed=o.seed),[],[]
     collect = lambda: collect_states(target, prompts, tokens=o.tokens, seed=o.seed)
     split,capture = states_module._batches,target.capture
     def recorded(*a): groups.extend(split(*a)); return groups
@@ -157,7 +158,7 @@ def child(o):
     "Memory of one task in this fresh process: peak resident size (VmHWM; ru_maxrss would include the parent's)."
     more = {}
     if o.child == 'collect':
-        target,prompts = load_target(o.model),load_prompts(seed=o.seed)
+        target,prompts = load_target(o.model),load_prompts(n=o.prompts, seed=o.seed)
         target.capture(torch.arange(1, 7)[None], [0])
         more['model_bytes'] = sum(p.nbytes for p in target.model.parameters())
         f = lambda: collect_states(target, prompts, tokens=o.tokens, seed=o.seed)
@@ -178,7 +179,7 @@ def child(o):
     print(json.dumps(m))
 
 def memory(o, task):
-    args = [a for k in ('model', 'tokens', 'threads', 'seed', 'peers') if (v := getattr(o, k)) is not None for a in (f'--{k}', str(v))]
+    args = [a for k in ('model', 'tokens', 'prompts', 'threads', 'seed', 'peers') if (v := getattr(o, k)) is not None for a in (f'--{k}', str(v))]
     return json.loads(subprocess.run([sys.executable, __file__, *args, '--child', task], check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 def table(r):
@@ -203,18 +204,17 @@ def main():
     torch.set_num_threads(o.threads)
     with threadpool_limits(o.threads): # numpy's and scipy's share of the same number
         if o.child: return child(o)
-        began = os.getloadavg()
         r = dict(command='python benchmarks/analysis.py '+' '.join(sys.argv[1:]).replace(o.peers or '\0', 'PEERS').replace(o.out, 'OUT'), model=o.model, threads=o.threads,
-                 seeds=dict(prompts_and_tokens=o.seed, pairs_and_layers=o.seed),
-                 versions=dict(**versions(), **{k: version(k) for k in ('scipy', 'scikit-learn', 'ckatorch', 'pytorch-cka', 'vendi-score')}),
-                 memory={k: memory(o, k) for k in ('collect', 'statistics', 'one-call')})
+                 seeds=dict(prompts_and_tokens=o.seed, pairs_and_layers=o.seed), load_average=dict(before=os.getloadavg()),
+                 versions=dict(**versions(), **{k: version(k) for k in ('scipy', 'scikit-learn', 'ckatorch', 'pytorch-cka', 'vendi-score')}))
+        def save(): Path(o.out).write_text(json.dumps(r, indent=1)+'\n')
         s = sample(o)
         r['provenance'] = s.provenance
-        r['statistics'],stats = all_statistics(o, s)
-        r['selection'] = selection(o, stats)
+        r['statistics'],stats = all_statistics(o, s); save()
+        r['selection'] = selection(o, stats); save()
+        r['memory'] = {k: memory(o, k) for k in ('collect', 'statistics', 'one-call')}; save()
         r['collection'] = collection(o)
-        r['load_average'] = dict(before=began, after=os.getloadavg())
-    Path(o.out).write_text(json.dumps(r, indent=1)+'\n')
+        r['load_average']['after'] = os.getloadavg(); save()
     table(r)
 
 if __name__ == '__main__': main()

@@ -97,7 +97,7 @@ def joint_entropy(
     if alpha == 2: return -math.log(float(offdiagonal(Zs, True).sum())/len(Zs)**2)
     return renyi(spectrum(torch.cat(Zs, 1)/math.sqrt(len(Zs))), alpha)
 
-# %% ../../nbs/analysis/11_entropy.ipynb #f21caeb9
+# %% ../../nbs/analysis/11_entropy.ipynb #e0d6c377
 def squared_norms(Zs) -> torch.Tensor:
     "[K, n] float64 squared row norms: the diagonals of the Gram matrices."
     return torch.stack([Z.double().square().sum(1) for Z in Zs])
@@ -113,13 +113,13 @@ def _by_features(Zs):
 def _by_tiles(Zs, tile=256):
     K,n = len(Zs),len(Zs[0])
     M = torch.zeros(K, K, dtype=torch.float64, device=Zs[0].device)
-    for a in range(0, n, tile):
-        for b in range(a, n, tile):
-            rows,cols = min(tile, n-a),min(tile, n-b)
-            F = Zs[0].new_empty(K, rows, cols)
-            for i,Z in enumerate(Zs): torch.mm(Z[a:a+tile], Z[b:b+tile].T, out=F[i])
+    rows = [[Z[a:a+tile] for Z in Zs] for a in range(0, n, tile)]
+    if len({Z.shape[1] for Z in Zs}) == 1: rows = [torch.stack(r) for r in rows] # one batched product per tile
+    for a,A in enumerate(rows):
+        for b,B in enumerate(rows[a:], a):
+            F = torch.bmm(A, B.mT) if isinstance(A, torch.Tensor) else torch.stack([P@Q.T for P,Q in zip(A, B)])
             if a == b: F.diagonal(dim1=1, dim2=2).zero_()
-            F = F.view(K, -1)
+            F = F.flatten(1)
             M += (F@F.T).double()*(1 if a == b else 2)
     return M
 

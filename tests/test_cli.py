@@ -1,0 +1,126 @@
+"The command line: what each command prints, and that bad input ends in one line and exit code 2."
+import json, shutil, warnings
+import pytest
+import sdsel.run
+from sdsel.analysis.selection import METHODS
+from sdsel.analysis.statistics import load_statistics
+from sdsel.cli import main
+from sdsel.layers import ENGINES, engine_ids
+from sdsel.targets import tiny_target
+
+small = '--model', 'tiny', '-n', '4', '--tokens', '64'
+
+@pytest.fixture
+def cli(capsys, monkeypatch, tmp_path):
+    "Run `sdsel`: (exit code, stdout, lines of stderr but warnings)."
+    monkeypatch.setenv('SDSEL_CACHE', str(tmp_path/'cache'))
+    monkeypatch.setattr('sdsel.assets._try_hub', lambda i: (None, 'no hub in a test'))
+    monkeypatch.setattr(warnings, 'showwarning', warnings.showwarning) # main sets it
+    def run(*args):
+        with pytest.raises(SystemExit) as e: main(list(args))
+        out,err = capsys.readouterr()
+        return e.value.code,out,[l for l in err.splitlines() if not l.startswith('warning: ')]
+    return run
+
+def good(result):
+    code,out,err = result
+    assert code == 0 and not [l for l in err if l.startswith('error')], err
+    return out
+
+def test_models(cli):
+    text,d = good(cli('models')),json.loads(good(cli('models', '--json')))
+    assert set(d) == {'models', 'data'} and d['models']['smollm2-135m'].keys() == {'hub', 'licence', 'bytes', 'disk', 'cached'}
+    for name in (*d['models'], *d['data']): assert name in text
+
+def test_analyze(cli, tmp_path):
+    text = good(cli('analyze', *small))
+    assert '9 boundaries, 64 tokens, filter none' in text and 'H2_debiased' in text
+    out = tmp_path/'deep'/'s.json'
+    d = json.loads(good(cli('analyze', *small, '--json', '--out', str(out))))
+    assert [r['h'] for r in d['layers']] == list(range(9)) and d['tokens'] == 64 and d['provenance']['model'] == 'tiny-llama' and isinstance(d['warnings'], list)
+    s = load_statistics(out)
+    assert s.layers == tuple(range(9)) and s.tokens == 64 and s.entropy.tolist() == pytest.approx([r['H1'] for r in d['layers']])
+
+@pytest.mark.parametrize('options,word', [(('--filter', 'high:0.5'), '32 tokens, filter high:0.5'), (('--raw',), '64 tokens'), (('--model', 'tiny-qwen3'), 'tiny-qwen3'), (('--seed', '3'), '64 tokens')])
+def test_analyze_options(cli, options, word): assert word in good(cli('analyze', *small, *options))
+
+def test_analyze_is_reproducible(cli):
+    runs = [good(cli('analyze', *small, '--json', '--seed', s)) for s in '112']
+    assert runs[0] == runs[1] != runs[2]
+
+@pytest.mark.parametrize('engine', ENGINES)
+def test_select(cli, engine):
+    text = good(cli('select', *small, '--engine', engine))
+    d = json.loads(good(cli('select', *small, '--engine', engine, '--json')))
+    assert str(tuple(d['layers'])) in text and f"{engine}: {d['flags']}" in text
+    for i in engine_ids(d['layers'], 8, engine): assert str(i) in d['flags']
+
+@pytest.mark.parametrize('method', METHODS)
+def test_select_methods(cli, method):
+    assert method in good(cli('select', '--help-methods'))
+    d = json.loads(good(cli('select', *small, '--method', method, '--json')))
+    assert len(d['layers']) == 3 and d['method'] == method and 'flags' not in d
+
+def test_fetch(cli, tmp_path):
+    t = tiny_target(); t.model.save_pretrained(tmp_path/'m'); t.tokenizer.save_pretrained(tmp_path/'m')
+    assert good(cli('fetch', str(tmp_path/'m'))).strip() == f"{tmp_path/'m'}: {tmp_path/'m'}"
+    assert json.loads(good(cli('fetch', str(tmp_path/'m'), '--json'))) == {str(tmp_path/'m'): str(tmp_path/'m')}
+    assert '4 blocks' in good(cli('select', '-n', '4', '--tokens', '64', '--model', str(tmp_path/'m')))
+
+def test_run(cli, tmp_path, monkeypatch):
+    calls = []
+    def fake(notebook, model, params, out):
+        if model == 'bad': raise RuntimeError(f'{notebook} failed for bad: ValueError: x')
+        calls.append((notebook, model, params, out)); (tmp_path/f'{notebook}.txt').write_text('in short'); return tmp_path
+    monkeypatch.setattr(sdsel.run, 'run_experiment', fake)
+    text = good(cli('run', 'analyze', '--models', 'a, b', '--params', '{"tokens": 9}', '--out', 'here'))
+    assert calls == [('analyze', m, dict(tokens=9), 'here') for m in 'ab'] and text.count('in short') == 2 and str(tmp_path) in text
+    assert json.loads(good(cli('run', 'analyze', '--models', 'a', '--json'))) == dict(model='a', folder=str(tmp_path))
+    code,out,err = cli('run', 'analyze', '--models', 'bad')
+    assert code == 1 and err == ['error: analyze failed for bad: ValueError: x']
+
+@pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
+def test_help(cli, command):
+    text = good(cli(*command, '--help'))
+    assert 'Usage' in text and len(text.splitlines()) > 3
+
+bad = {
+    'unknown option': (('analyze', '--bogus', '1'), '--bogus'), 'unknown command': (('bogus',), "'bogus'"), 'not a number': (('select', '-k', 'x'), "'-k'"),
+    'no names': (('fetch',), 'names'), 'no notebook': (('run',), 'notebook'), 'no models': (('run', 'analyze'), '--models'), 'empty models': (('run', 'analyze', '--models', ' ,'), 'models'),
+    'model': (('analyze', '--model', 'gpt5'), "'gpt5' is unknown"), 'empty model': (('analyze', '--model', ''), 'name is empty'), 'hub id': (('analyze', '--model', 'org/x'), 'no hub in a test'),
+    'family': (('analyze', '--model', 'tiny-x'), "family='x'"), 'licence': (('fetch', 'gemma3-270m'), '--accept-licence'), 'source': (('analyze', '--model', 'smollm2-135m', '--source', 'x'), "source='x'"),
+    'fetch': (('fetch', 'nope'), "'nope' is unknown"), 'fetch registry': (('fetch', 'org/x', '--source', 'registry'), "'org/x'"),
+    'prompts': (('analyze', '--prompts', 'nope.jsonl'), "'nope.jsonl': no such file"), 'n': (('analyze', *small, '-n', '0'), 'n=0'), 'large n': (('analyze', *small, '-n', '9999'), 'n=9999'),
+    'tokens': (('analyze', *small, '--tokens', '0'), 'tokens=0'), 'few tokens': (('analyze', *small, '--tokens', '3'), 'at least 4'), 'seed': (('analyze', *small, '--seed', '-1'), 'seed=-1'),
+    'filter': (('analyze', *small, '--filter', 'high'), "'high'"), 'filter kind': (('analyze', *small, '--filter', 'x:1'), "kind='x'"), 'strict filter': (('analyze', *small, '--filter', 'high:99nats'), 'keeps no token'),
+    'k': (('select', *small, '-k', '0'), 'k=0'), 'large k': (('select', *small, '-k', '8'), 'k=8'), 'method': (('select', *small, '--method', 'x'), "method='x'"),
+    'engine': (('select', *small, '--engine', 'x'), "engine='x'"), 'engine k': (('select', *small, '-k', '2', '--engine', 'specforge'), 'exactly 3'), 'default k': (('select', *small, '-k', '2', '--method', 'default'), 'k=2'),
+    'notebook': (('run', 'nope', '--models', 'tiny'), "notebook='nope'"), 'params': (('run', 'analyze', '--models', 'tiny', '--params', '{'), "params='{'"),
+    'params list': (('run', 'analyze', '--models', 'tiny', '--params', '[1]'), 'JSON object'), 'parameter': (('run', 'analyze', '--models', 'tiny', '--params', '{"zz": 1}'), "'zz'")}
+@pytest.mark.parametrize('case', bad)
+def test_bad_input(cli, case):
+    args,word = bad[case]
+    code,out,err = cli(*args)
+    assert code == 2 and len(err) == 1 and err[0].startswith('error: ') and word in err[0], (code, err)
+
+def test_bad_files(cli, tmp_path):
+    for name,text,word in ('e.jsonl', '', 'empty'), ('t.jsonl', '{"prompt": "a', 'line 1'), ('s.jsonl', '3', 'row 1'), ('x.jsonl.gz', 'x', 'x.jsonl.gz'):
+        (tmp_path/name).write_text(text)
+        code,out,err = cli('analyze', '--model', 'tiny', '--prompts', str(tmp_path/name))
+        assert code == 2 and len(err) == 1 and err[0].startswith('error: ') and name in err[0] and word in err[0], (code, err)
+
+def test_out_is_a_folder(cli, tmp_path):
+    (tmp_path/'out').mkdir(); (tmp_path/'out'/'mine.txt').write_text('x')
+    code,out,err = cli('analyze', *small, '--out', str(tmp_path/'out'))
+    assert (tmp_path/'out'/'mine.txt').exists() and code == 2 and len(err) == 1 and str(tmp_path/'out') in err[0], (code, err)
+
+def test_damaged_model_folder(cli, tmp_path):
+    t = tiny_target(); t.model.save_pretrained(tmp_path/'m'); t.tokenizer.save_pretrained(tmp_path/'m')
+    w = tmp_path/'m'/'model.safetensors'; w.write_bytes(w.read_bytes()[:999])
+    code,out,err = cli('analyze', '--model', str(tmp_path/'m'), '-n', '4')
+    assert code == 2 and len(err) == 1 and 'truncated' in err[0], err
+
+def test_no_arguments(cli):
+    "Bare `sdsel` shows the help, not an error."
+    code,out,err = cli()
+    assert 'Usage' in out+'\n'.join(err) and not any(l.startswith('error') for l in err)
