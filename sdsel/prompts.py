@@ -45,6 +45,7 @@ def as_prompt(
     kind:str='' # if the row has none
 ) -> Prompt:
     "Validate one row; ValueError says where and what."
+    if not isinstance(row, dict): raise ValueError(f"{where}: must be an object with a text 'prompt' or a list 'messages', not {row!r:.50}")
     messages = row.get('messages')
     if messages is None:
         if not isinstance(row.get('prompt'), str): raise ValueError(f"{where}: needs a text 'prompt' or a list 'messages'; it has {sorted(row)}")

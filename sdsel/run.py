@@ -39,9 +39,9 @@ def run_experiment(
     out:str|Path|None=None# where results go; default: the repository's figures folder
 ) -> Path:                # folder with the executed notebook and its results
     "Run an experiment; ValueError for an unknown notebook or parameter, RuntimeError when a cell fails."
+    root,params = repository(),dict(params or {})
     import papermill
     from nbdev.clean import nbdev_clean
-    root,params = repository(),dict(params or {})
     source = root/'nbs'/'experiments'/f'{notebook}.ipynb'
     if not source.is_file():
         raise ValueError(f"notebook={notebook!r} is unknown: choose one of {', '.join(sorted(p.stem for p in source.parent.glob('*.ipynb')))}")

@@ -106,7 +106,7 @@ class Target:
         cap = getattr(c, 'final_logit_softcapping', None)
         return z if cap is None else torch.tanh(z/cap)*cap
 
-# %% ../nbs/02_targets.ipynb #7b3b361f
+# %% ../nbs/02_targets.ipynb #7ee674e3
 FAMILIES = dict(llama='llama', qwen2='qwen2', qwen3='qwen3', gemma3='gemma3_text', mistral='mistral', gpt_neox='gpt_neox', opt='opt', mixtral='mixtral')
 _TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
@@ -134,8 +134,8 @@ def tiny_target(
     if family not in ('gpt_neox', 'opt'): more['num_key_value_heads'] = 2
     tok = byte_tokenizer()
     cfg = AutoConfig.for_model(FAMILIES[family], vocab_size=len(tok), hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=num_layers,
-                               num_attention_heads=4, max_position_embeddings=512, bos_token_id=tok.eos_token_id, eos_token_id=tok.eos_token_id,
-                               pad_token_id=tok.eos_token_id, **{**more, **config})
+                               num_attention_heads=4, bos_token_id=tok.eos_token_id, eos_token_id=tok.eos_token_id,
+                               pad_token_id=tok.eos_token_id, **{'max_position_embeddings': 2048, **more, **config})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32)
     return Target(model, tok, f'tiny-{family}', _provenance('random', f'{family}-{num_layers}-{hidden_size}-{seed}'))
@@ -154,6 +154,8 @@ def fingerprint(
     ids = torch.arange(1, 7)[None] % target.vocab_size if ids is None else ids
     L = target.num_layers
     got = target.capture(ids, range(L+1))
+    bad = [h for h in range(L+1) if not torch.isfinite(got.states[h]).all()]
+    if bad: raise FloatingPointError(f"{target.name}: NaN or infinite states from boundary {bad[0]} on: the weights are damaged, or {target.dtype} is too narrow")
     want = target.model(input_ids=ids.to(target.device), use_cache=False, output_hidden_states=True)
     for h in range(L):
         if not torch.equal(got.states[h], want.hidden_states[h]): raise ValueError(f"{target.name}: the state captured at h={h} is not hidden_states[{h}]: "
@@ -164,7 +166,7 @@ def fingerprint(
     if not torch.allclose(target.logits(got.final), want.logits, rtol=1e-3, atol=1e-3):
         raise ValueError(f"{target.name}: head(h={L}) is not the model's logits: this architecture rescales them in a way sdsel does not know")
 
-# %% ../nbs/02_targets.ipynb #e5356e19
+# %% ../nbs/02_targets.ipynb #7de52cb1
 def load_target(
     name,              # alias of the manifest, hub id or local folder
     device=None,       # default: cuda if there is one, else cpu
@@ -178,7 +180,8 @@ def load_target(
     ValueError for an unknown name or a model that can't be read this way; OSError for missing, corrupt or incomplete files."""
     from sdsel.assets import resolve
     from safetensors import SafetensorError
-    device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    try: device = torch.empty(0, device=device or ('cuda' if torch.cuda.is_available() else 'cpu')).device
+    except (RuntimeError, AssertionError) as e: raise ValueError(f"device={device!r} can't be used ({str(e).splitlines()[0]}): try 'cpu' or 'cuda'") from None
     if isinstance(dtype, str):
         if not isinstance(getattr(torch, dtype, None), torch.dtype): raise ValueError(f"dtype={dtype!r} is not a torch dtype: try 'float32' or 'bfloat16'")
         dtype = getattr(torch, dtype)
@@ -188,12 +191,13 @@ def load_target(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     if not sys.stderr.isatty(): transformers.utils.logging.disable_progress_bar()
     options = dict(local_files_only=True, trust_remote_code=trust_remote_code)
-    try: model,info = AutoModelForCausalLM.from_pretrained(where.path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
+    try: model,info = AutoModelForCausalLM.from_pretrained(where.path, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except SafetensorError as e: raise OSError(f"the weights of {name} in {where.path} are corrupt or truncated ({e}): delete that folder and fetch again") from e
     if info['missing_keys']: raise OSError(f"{where.path} lacks {len(info['missing_keys'])} weights of {name}, the first {sorted(info['missing_keys'])[0]}: "
                                            "an incomplete save; they would be random")
+    if info['mismatched_keys']: raise OSError(f"{where.path} holds weights of another shape than its config.json says, the first {sorted(info['mismatched_keys'])[0][0]}: not one model's files")
     try: tokenizer = AutoTokenizer.from_pretrained(where.path, **options)
-    except (OSError, ValueError, KeyError) as e: raise OSError(f"no usable tokenizer in {where.path}: {e}") from e
+    except Exception as e: raise OSError(f"no usable tokenizer in {where.path}: {e}") from e
     target = Target(model.to(device), tokenizer, str(name), _provenance(where.source, where.revision))
     if len(tokenizer) > target.vocab_size: raise ValueError(f"tokenizer mismatch: {len(tokenizer)} tokens, but {name} embeds only {target.vocab_size}: "
                                                             "the folder holds another model's tokenizer")

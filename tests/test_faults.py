@@ -104,7 +104,7 @@ def test_prompts_the_model_does_not_know(target):
 
 def test_prompts_longer_than_the_model():
     "Learned positions end somewhere: longer prompts are cut with a warning, like those over max_length."
-    t = tiny_target('opt') # 512 positions
+    t = tiny_target('opt', max_position_embeddings=512)
     with pytest.warns(UserWarning, match='cut to max_length=512'): s = collect_states(t, [as_prompt(dict(prompt='word '*200), 'w')], 999)
     assert len(s) == 507 and s.position.max() == 510
 

@@ -29,7 +29,7 @@ def _select(stats, k, method, **options):
     search = 'exhaustive' if METHODS[method].search == 'shortlist' else None
     return select_layers(stats, k, method, search=search, **options)
 
-# %% ../../nbs/analysis/17_stability.ipynb #141d8a5b
+# %% ../../nbs/analysis/17_stability.ipynb #27a26c1c
 @dataclass(frozen=True)
 class Stability:
     "What half-samples of the prompts said."
@@ -59,6 +59,7 @@ def stability(
 ) -> Stability:
     "Select anew on random halves of the prompts. ValueError for fewer than 4 prompts."
     from tqdm.auto import tqdm
+    if not isinstance(rounds, int) or rounds < 1: raise ValueError(f"rounds={rounds!r} must be a whole number >= 1")
     states,_ = select_tokens(states, filter)
     owners = np.unique(states.prompt.numpy())
     if len(owners) < 4: raise ValueError(f"{len(owners)} prompts are too few to resample: needs at least 4")

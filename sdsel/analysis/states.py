@@ -4,7 +4,7 @@
 
 # %% ../../nbs/analysis/10_states.ipynb #faa1ac66
 from __future__ import annotations
-import hashlib, json
+import hashlib, json, re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import numpy as np
@@ -101,7 +101,7 @@ def predictive_entropy(
         out.append(-(logp.exp()*logp).sum(-1))
     return torch.cat(out).cpu()
 
-# %% ../../nbs/analysis/10_states.ipynb #f6a507ec
+# %% ../../nbs/analysis/10_states.ipynb #7fe70e6c
 def collect_states(
     target:Target,
     prompts,            # of `load_prompts`, or any iterable of `Prompt`
@@ -118,13 +118,13 @@ def collect_states(
 
     ValueError for no or too short prompts, wrong layers, tokens that the model does not know, an all-zero response mask,
     a missing chat template; FloatingPointError for NaN or infinite states."""
-    for name,v,lo in ('tokens', tokens, 1), ('drop_first', drop_first, 0), ('max_length', max_length, 2), ('batch_tokens', batch_tokens, 1):
+    for name,v,lo in ('seed', seed, 0), ('tokens', tokens, 1), ('drop_first', drop_first, 0), ('max_length', max_length, 2), ('batch_tokens', batch_tokens, 1):
         if isinstance(v, bool) or not isinstance(v, int) or v < lo: raise ValueError(f"{name}={v!r} must be a whole number >= {lo}")
     if on not in ('all', 'response'): raise ValueError(f"on={on!r} must be 'all' or 'response'")
     if target.tokenizer is None: raise ValueError(f"{target.name} has no tokenizer: prompts can't be encoded")
     L = target.num_layers
     layers = check_layers(range(L+1) if layers is None else layers, L)
-    encoded = encode(target.tokenizer, list(prompts), raw, max_length)
+    encoded = encode(target.tokenizer, list(prompts), raw, min(max_length, getattr(target.config, 'max_position_embeddings', None) or max_length))
     if on == 'response': require_response(encoded)
     top = max(max(e.ids, default=0) for e in encoded)
     if top >= target.vocab_size: raise ValueError(f"tokenizer mismatch: the prompts hold token {top}, {target.name} embeds only {target.vocab_size}")
@@ -211,15 +211,15 @@ def load_states(
     if not Path(path).is_file(): raise FileNotFoundError(f"no states at {path}: collect and save them first")
     try:
         with safe_open(path, 'pt') as f: meta,tensors = json.loads(f.metadata()['sdsel']),{k: f.get_tensor(k) for k in _TENSORS}
+        p = meta['provenance']
     except (SafetensorError, KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged or not a sample of states ({type(e).__name__}: {e}): delete it and collect again") from e
-    p = meta['provenance']
     if p.get('convention') != CONVENTION: raise ValueError(f"{path} was saved under another layer convention ({p.get('convention')}): collect again")
     if target and p['revision'] != target.provenance.get('revision'):
         raise ValueError(f"{path} holds states of {p['model']} ({p['revision'][:12]}), not of {target.name}: collect again for this model")
     return States(tuple(meta['layers']), meta['num_layers'], **tensors, prompts=tuple(map(tuple, meta['prompts'])), provenance=p)
 
-# %% ../../nbs/analysis/10_states.ipynb #8d5c7885
+# %% ../../nbs/analysis/10_states.ipynb #0fc00511
 def cached_states(
     model:str,         # name, as for `load_target`; 'tiny' or 'tiny-FAMILY' for a random one
     prompts='builtin', # name, as for `load_prompts`
@@ -229,8 +229,8 @@ def cached_states(
     **options          # of `collect_states`
 ) -> States:
     "The sample for a model and prompt set from the cache, collected now if it is not there."
-    prompts = load_prompts(prompts, n, seed)
-    if model.startswith('tiny'):
+    prompts,model = load_prompts(prompts, n, seed),str(model)
+    if re.fullmatch(r'tiny(-\w+)?', model) and not Path(model).is_dir():
         from sdsel.targets import tiny_target
         return collect_states(tiny_target(model.partition('-')[2] or 'llama', 8), prompts, seed=seed, **options)
     where = resolve(model, source, accept_licence)

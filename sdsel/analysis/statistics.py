@@ -65,8 +65,7 @@ class Accumulator:
         w = np.array([self.tokens[c] for c in pick], dtype=float); w /= w.sum()
         mean = lambda k: np.tensordot(w, np.stack([getattr(self, k)[c] for c in pick]), 1)
         if not debiased: return mean('biased')
-        t = np.stack([self.trace[c] for c in pick]).mean(0)
-        return mean('hsic')/(t[:,None]*t[None])
+        return np.tensordot(w, np.stack([self.hsic[c]/np.outer(self.trace[c], self.trace[c]) for c in pick]), 1)
 
 # %% ../../nbs/analysis/13_statistics.ipynb #a58bd403
 @dataclass
@@ -125,10 +124,12 @@ class LayerStatistics:
 # %% ../../nbs/analysis/13_statistics.ipynb #03cea6f2
 def select_tokens(states, filter):
     "(states of the kept tokens, the filter's name); ValueError when fewer than 4 tokens are kept."
+    if filter is None and len(states) < 4: raise ValueError(f"{len(states)} tokens are too few: the statistics need at least 4")
     if filter is None: return states,'none'
     rows = filter(states) if callable(filter) else filter
-    kept = states.take(rows)
     name = getattr(filter, 'name', None) or ('custom' if callable(filter) else 'mask')
+    try: kept = states.take(rows)
+    except (IndexError, TypeError) as e: raise ValueError(f"filter {name} must give a mask over {len(states)} tokens, or indices of them ({e})") from None
     if len(kept) < 4: raise ValueError(f"filter {name} keeps {len(kept)} of {len(states)} tokens: the statistics need at least 4")
     return kept,name
 
@@ -204,5 +205,7 @@ def load_statistics(
         arrays = {k: np.array(d.pop(k), dtype=float) for k in ('entropy', 'biased', 'debiased')}
         diagnostics = {k: np.array(v, dtype=float) for k,v in d.pop('diagnostics').items()}
         d.update(layers=tuple(d['layers']), settings=tuple(d['settings']))
+        K = len(check_layers(d['layers'], d['num_layers']))
+        if [v.shape for v in arrays.values()] != [(K,), (K+1, K+1), (K+1, K+1)]: raise ValueError(f'the arrays are not those of {K} layers')
         return LayerStatistics(**d, **arrays, diagnostics=diagnostics, states=states)
-    except (ValueError, KeyError, TypeError) as e: raise ValueError(f"{path} is damaged or not a file of statistics ({type(e).__name__}: {e}): compute it anew") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e: raise ValueError(f"{path} is damaged or not a file of statistics ({type(e).__name__}: {e}): compute it anew") from e
