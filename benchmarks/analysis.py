@@ -1,5 +1,5 @@
 "sdsel's measurements against published packages and bare forward passes, both sides in one run. See README.md."
-import argparse, itertools, json, math, os, random, statistics, subprocess, sys, time
+import argparse, itertools, json, math, os, random, re, statistics, subprocess, sys, time
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
@@ -207,7 +207,7 @@ def main():
         r = dict(command='python benchmarks/analysis.py '+' '.join(sys.argv[1:]).replace(o.peers or '\0', 'PEERS').replace(o.out, 'OUT'), model=o.model, threads=o.threads,
                  seeds=dict(prompts_and_tokens=o.seed, pairs_and_layers=o.seed), load_average=dict(before=os.getloadavg()),
                  versions=dict(**versions(), **{k: version(k) for k in ('scipy', 'scikit-learn', 'ckatorch', 'pytorch-cka', 'vendi-score')}))
-        def save(): Path(o.out).write_text(json.dumps(r, indent=1)+'\n')
+        def save(): Path(o.out).write_text(re.sub(r'\[[^][{}]*\]', lambda m: re.sub(r'\s+', ' ', m[0]), json.dumps(r, indent=1))+'\n') # short lists on one line
         s = sample(o)
         r['provenance'] = s.provenance
         r['statistics'],stats = all_statistics(o, s); save()

@@ -16,8 +16,8 @@ from ..assets import atomic
 from ..layers import check_layers
 
 # %% auto #0
-__all__ = ['Accumulator', 'LayerStatistics', 'select_tokens', 'layer_statistics', 'report', 'warnings_of', 'save_statistics',
-           'load_statistics']
+__all__ = ['Accumulator', 'LayerStatistics', 'select_tokens', 'layer_statistics', 'save_accumulator', 'load_accumulator',
+           'order2_statistics', 'report', 'warnings_of', 'save_statistics', 'load_statistics']
 
 # %% ../../nbs/analysis/13_statistics.ipynb #461d5272
 @dataclass
@@ -162,6 +162,40 @@ def _spectra(states, row_norm, center, acc):
     diagnostics = dict(position0_norm=states.first_norm.numpy(), median_norm=median, max_over_median=spread,
                        top_share=top, h2_debiased=h2, ln_d=np.full(len(top), math.log(states.hidden_size)))
     return entropy, acc.order2(False), debiased, diagnostics
+
+# %% ../../nbs/analysis/13_statistics.ipynb #21778423
+_CHUNKS = 'tokens', 'biased', 'hsic', 'trace'
+
+def save_accumulator(
+    acc:Accumulator,
+    path # a .safetensors file
+) -> Path:
+    "Write every chunk's sums."
+    from safetensors.numpy import save_file
+    with atomic(Path(path)) as tmp:
+        save_file({k: np.array(getattr(acc, k), dtype=np.float64) for k in _CHUNKS}, tmp,
+                  {'sdsel': json.dumps(dict(layers=acc.layers, row_norm=acc.row_norm, center=acc.center))})
+    return Path(path)
+
+def load_accumulator(
+    path # a file of `save_accumulator`
+) -> Accumulator:
+    "Read it; ValueError for a damaged file."
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, 'np') as f: meta,sums = json.loads(f.metadata()['sdsel']),{k: list(f.get_tensor(k)) for k in _CHUNKS}
+        return Accumulator(tuple(meta['layers']), meta['row_norm'], meta['center'], **sums)
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged or not an accumulator ({type(e).__name__}: {e}): measure that shard again") from e
+
+def order2_statistics(
+    acc:Accumulator,
+    states:States # any of its samples: for the model's depth, width and provenance
+) -> LayerStatistics:
+    "Statistics from an accumulator alone; `entropy` is the debiased order-2 entropy."
+    M = acc.order2(True)
+    with np.errstate(invalid='ignore'): h2 = -np.log(np.diag(M)[:-1])
+    return LayerStatistics(acc.layers, states.num_layers, h2, acc.order2(False), M, {}, int(sum(acc.tokens)), states.hidden_size, provenance=states.provenance)
 
 # %% ../../nbs/analysis/13_statistics.ipynb #02a19808
 def report(
