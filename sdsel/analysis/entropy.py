@@ -43,7 +43,7 @@ def normalise(
     if not total > 4*torch.finfo(X.dtype).eps*scale: raise ValueError(f"{name} is constant: all {len(X)} rows are the same, so it has no spectrum")
     return X/total
 
-# %% ../../nbs/analysis/11_entropy.ipynb #69775967
+# %% ../../nbs/analysis/11_entropy.ipynb #0caabfea
 @contextlib.contextmanager
 def one_thread(n):
     "A single CPU thread while eigenproblems of size n are too small to share: two gain nothing and lose much on a busy machine."
@@ -58,7 +58,7 @@ def spectrum(
     "Eigenvalues of Z Z^T by the smaller of Gram and covariance."
     M = Z.T@Z if Z.shape[0] > Z.shape[1] else Z@Z.T
     with one_thread(len(M)): lam = torch.linalg.eigvalsh(M.double())
-    lam = lam[lam > max(Z.shape)*torch.finfo(Z.dtype).eps*lam[-1]]
+    lam = lam[lam > 0]
     return lam/lam.sum()
 
 def renyi(
@@ -80,7 +80,7 @@ def matrix_entropy(
     "Matrix entropy of one layer. ValueError for NaN, one row, constant states, or alpha < 1 in float32 (rounding would decide)."
     return joint_entropy([X], alpha, row_norm, center)
 
-# %% ../../nbs/analysis/11_entropy.ipynb #e0d4a78e
+# %% ../../nbs/analysis/11_entropy.ipynb #67f495ea
 def joint_entropy(
     Xs,                 # list of [n, d_i] states at the same n tokens
     alpha:float=1.0,    # order
@@ -95,9 +95,10 @@ def joint_entropy(
     if len({len(Z) for Z in Zs}) > 1: raise ValueError(f"the layers have {[len(Z) for Z in Zs]} tokens: they must be states of the same tokens")
     if alpha < 1 and Zs[0].dtype != torch.float64: raise ValueError(f"alpha={alpha}: orders below 1 are ruled by rounding noise in float32; pass float64")
     if alpha == 2: return -math.log(float(offdiagonal(Zs, True).sum())/len(Zs)**2)
-    return renyi(spectrum(torch.cat(Zs, 1)/math.sqrt(len(Zs))), alpha)
+    lam = spectrum(Z := torch.cat(Zs, 1)/math.sqrt(len(Zs)))
+    return renyi(lam[lam > max(Z.shape)*torch.finfo(Z.dtype).eps*lam[-1]] if alpha < 1 else lam, alpha)
 
-# %% ../../nbs/analysis/11_entropy.ipynb #e0d6c377
+# %% ../../nbs/analysis/11_entropy.ipynb #fb69b7b9
 def squared_norms(Zs) -> torch.Tensor:
     "[K, n] float64 squared row norms: the diagonals of the Gram matrices."
     return torch.stack([Z.double().square().sum(1) for Z in Zs])
@@ -113,22 +114,22 @@ def _by_features(Zs):
 def _by_tiles(Zs, tile=256):
     K,n = len(Zs),len(Zs[0])
     M = torch.zeros(K, K, dtype=torch.float64, device=Zs[0].device)
-    rows = [[Z[a:a+tile] for Z in Zs] for a in range(0, n, tile)]
-    if len({Z.shape[1] for Z in Zs}) == 1: rows = [torch.stack(r) for r in rows] # one batched product per tile
-    for a,A in enumerate(rows):
-        for b,B in enumerate(rows[a:], a):
-            F = torch.bmm(A, B.mT) if isinstance(A, torch.Tensor) else torch.stack([P@Q.T for P,Q in zip(A, B)])
+    rows = lambda a: Zs[:,a:a+tile] if isinstance(Zs, torch.Tensor) else [Z[a:a+tile] for Z in Zs]
+    for a in range(0, n, tile):
+        for b in range(a, n, tile):
+            A,B = rows(a),rows(b)
+            F = torch.bmm(A, B.mT) if isinstance(Zs, torch.Tensor) else torch.stack([P@Q.T for P,Q in zip(A, B)])
             if a == b: F.diagonal(dim1=1, dim2=2).zero_()
             F = F.flatten(1)
             M += (F@F.T).double()*(1 if a == b else 2)
     return M
 
 def offdiagonal(
-    Zs,                 # list of K matrices [n, d_i]
+    Zs,                 # list of K matrices [n, d_i], or one tensor [K, n, d]
     diagonal:bool=False # add the terms a = b
 ) -> torch.Tensor:      # [K, K] float64
     "Sums over token pairs a != b of K_i(a,b) K_j(a,b), for all pairs of layers, by the cheaper route."
-    Zs = [Z.to(max((Z.dtype for Z in Zs), key=lambda t: torch.finfo(t).bits)) for Z in Zs]
+    if not isinstance(Zs, torch.Tensor): Zs = [Z.to(max((Z.dtype for Z in Zs), key=lambda t: torch.finfo(t).bits)) for Z in Zs]
     n,ds = len(Zs[0]),[Z.shape[1] for Z in Zs]
     pairs = sum(ds[i]*ds[j] for i in range(len(ds)) for j in range(i, len(ds)))
     M = _by_tiles(Zs) if n*sum(ds) < 2*pairs else _by_features(Zs)

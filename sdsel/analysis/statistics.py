@@ -19,7 +19,18 @@ from ..layers import check_layers
 __all__ = ['Accumulator', 'LayerStatistics', 'select_tokens', 'layer_statistics', 'save_accumulator', 'load_accumulator',
            'order2_statistics', 'report', 'warnings_of', 'save_statistics', 'load_statistics']
 
-# %% ../../nbs/analysis/13_statistics.ipynb #461d5272
+# %% ../../nbs/analysis/13_statistics.ipynb #48d68a25
+def _normalised(Xs, layers, row_norm, center):
+    "Normalised states of one chunk: [K+1, m, d] in one piece where widths agree (they do but for models with a projected head), else a list."
+    Zs = (normalise(X, row_norm, center, f'the chunk at boundary {h}') for h,X in zip([*layers, 'final'], Xs))
+    if len({X.shape for X in Xs}) > 1 or len({X.dtype for X in Xs}) > 1: return list(Zs)
+    first = next(Zs)
+    out = first.new_empty(len(Xs), *first.shape)
+    out[0] = first
+    for i,Z in enumerate(Zs, 1): out[i] = Z
+    return out
+
+# %% ../../nbs/analysis/13_statistics.ipynb #5bfc74f9
 @dataclass
 class Accumulator:
     "Order-2 sums of K layers and the future state, one entry per chunk of tokens; `merge` adds another's chunks."
@@ -34,7 +45,7 @@ class Accumulator:
     def update(self, Xs):
         "Add one chunk: a list of [m, d] states, the layers' and last the future's."
         if len(Xs) != len(self.layers)+1: raise ValueError(f"got {len(Xs)} matrices for {len(self.layers)} layers and the future state")
-        Zs = [normalise(X, self.row_norm, self.center, f'the chunk at boundary {h}') for h,X in zip([*self.layers, 'final'], Xs)]
+        Zs = _normalised(Xs, self.layers, self.row_norm, self.center)
         off,s = offdiagonal(Zs),squared_norms(Zs)
         m = s.shape[1]
         self.tokens.append(m)
@@ -45,8 +56,8 @@ class Accumulator:
 
     def add(self, states, chunk=None):
         "Add a sample, whose rows are in random order, in chunks of `chunk` tokens (default: one chunk; an incomplete last one is left out)."
-        if states.layers != self.layers: raise ValueError(f"states at boundaries {states.layers} can't be added to statistics of {self.layers}")
-        n = len(states); m = n if chunk is None else chunk
+        if states.layers != self.layers: raise ValueError(f"states at boundaries {states.layers} can't be added to {self.layers}")
+        n,m = len(states),chunk or len(states)
         if not 4 <= m <= n: raise ValueError(f"chunk={m} must be between 4 and the number of tokens, {n}")
         for a in range(0, n-m+1, m): self.update([*states.x[:,a:a+m], states.future[a:a+m]])
         return self
@@ -56,18 +67,23 @@ class Accumulator:
         if (self.layers, self.row_norm, self.center) != (other.layers, other.row_norm, other.center):
             raise ValueError(f"can't merge statistics of {other.layers} (row_norm={other.row_norm}, center={other.center}) into {self.layers} "
                              f"(row_norm={self.row_norm}, center={self.center})")
-        for k in 'tokens', 'biased', 'hsic', 'trace': getattr(self, k).extend(getattr(other, k))
+        for k in _CHUNKS: getattr(self, k).extend(getattr(other, k))
         return self
 
     def order2(self, debiased=True, chunks=None) -> np.ndarray:
         "[K+1, K+1] matrix M over all chunks, or those of index `chunks`; the last row is the future state."
         pick = range(len(self.tokens)) if chunks is None else chunks
-        w = np.array([self.tokens[c] for c in pick], dtype=float); w /= w.sum()
-        mean = lambda k: np.tensordot(w, np.stack([getattr(self, k)[c] for c in pick]), 1)
-        if not debiased: return mean('biased')
-        return np.tensordot(w, np.stack([self.hsic[c]/np.outer(self.trace[c], self.trace[c]) for c in pick]), 1)
+        M = [self.hsic[c]/np.outer(self.trace[c], self.trace[c]) if debiased else self.biased[c] for c in pick]
+        return np.average(M, 0, [self.tokens[c] for c in pick])
 
-# %% ../../nbs/analysis/13_statistics.ipynb #a58bd403
+# %% ../../nbs/analysis/13_statistics.ipynb #906341bd
+_CHUNKS = 'tokens', 'biased', 'hsic', 'trace'
+
+# %% ../../nbs/analysis/13_statistics.ipynb #bb7c4e6e
+def _h2(M):
+    "Order-2 entropies of the layers from the diagonal of M; nan where it is not positive."
+    with np.errstate(invalid='ignore', divide='ignore'): return -np.log(np.diag(M)[:-1])
+
 @dataclass
 class LayerStatistics:
     "What one sample says about every layer and every set of layers; entropies in nats."
@@ -86,22 +102,15 @@ class LayerStatistics:
 
     def index(self, ids):
         "Positions of boundaries in `layers`; ValueError for one that was not measured."
-        ids = check_layers(ids, self.num_layers)
-        for h in ids:
-            if h not in self.layers: raise ValueError(f"h={h} was not measured: choose among {self.layers}")
-        return [self.layers.index(h) for h in ids]
+        missing = [h for h in check_layers(ids, self.num_layers) if h not in self.layers]
+        if missing: raise ValueError(f"h={missing[0]} was not measured: choose among {self.layers}")
+        return [self.layers.index(h) for h in sorted(ids)]
     def matrix(self, debiased=True): return self.debiased if debiased else self.biased
-    @property
-    def entropy2(self): return -np.log(np.diag(self.biased)[:-1])
-    @property
-    def entropy2_debiased(self):
-        with np.errstate(invalid='ignore'): return -np.log(np.diag(self.debiased)[:-1])
-    @property
-    def cka(self): return unit_diagonal(self.biased)[:-1,:-1]
-    @property
-    def cka_debiased(self): return unit_diagonal(self.debiased)[:-1,:-1]
-    @property
-    def future_cka(self): "[K] debiased CKA of each layer with the state the head reads one token later."; return unit_diagonal(self.debiased)[-1,:-1]
+    entropy2 = property(lambda self: _h2(self.biased), doc="[K] order-2 entropies, nats.")
+    entropy2_debiased = property(lambda self: _h2(self.debiased), doc="[K] without the bias of few tokens, nats.")
+    cka = property(lambda self: unit_diagonal(self.biased)[:-1,:-1], doc="[K, K] linear CKA of row-scaled states.")
+    cka_debiased = property(lambda self: unit_diagonal(self.debiased)[:-1,:-1], doc="[K, K] debiased CKA.")
+    future_cka = property(lambda self: unit_diagonal(self.debiased)[-1,:-1], doc="[K] debiased CKA with the state the head reads one token later.")
 
     def subset_entropy(self,
         ids,              # boundary indices
@@ -110,18 +119,22 @@ class LayerStatistics:
         tokens:int|None=None # use only the first rows (they are in random order)
     ) -> float:           # nats
         "Joint entropy of the concatenation of layers. ValueError for unknown layers, or where the states are needed and not at hand."
-        at = self.index(ids)
-        if alpha == 2 and tokens is None: return -math.log(self.matrix(debiased)[np.ix_(at, at)].mean())
-        if debiased: raise ValueError(f"debiased=True exists for order 2 only, not alpha={alpha}")
-        if self.states is None: raise ValueError(f"alpha={alpha} needs the states: compute layer_statistics(states) anew, or use alpha=2")
-        Zs = [normalise(self.states.x[i,:tokens], *self.settings) for i in at]
-        return renyi(spectrum(torch.cat(Zs, 1)/math.sqrt(len(at))), alpha)
+        return _subset_entropy(self, self.index(ids), alpha, debiased, tokens)
     def __repr__(self):
         best = self.layers[int(np.argmax(self.entropy))]
         return (f"LayerStatistics({self.provenance.get('model', '?')}: {len(self.layers)} boundaries, {self.tokens} tokens, filter {self.filter}; "
                 f"highest entropy {self.entropy.max():.2f} nats at h={best})")
 
-# %% ../../nbs/analysis/13_statistics.ipynb #03cea6f2
+# %% ../../nbs/analysis/13_statistics.ipynb #884cd15e
+def _subset_entropy(stats, at, alpha, debiased, tokens):
+    "Joint entropy of the layers at positions `at`: read off the matrix for order 2, from the states' spectrum otherwise."
+    if alpha == 2 and tokens is None: return -math.log(stats.matrix(debiased)[np.ix_(at, at)].mean())
+    if debiased: raise ValueError(f"debiased=True exists for order 2 only, not alpha={alpha}")
+    if stats.states is None: raise ValueError(f"alpha={alpha} needs the states: compute layer_statistics(states) anew, or use alpha=2")
+    Zs = [normalise(stats.states.x[i,:tokens], *stats.settings) for i in at]
+    return renyi(spectrum(torch.cat(Zs, 1)/math.sqrt(len(at))), alpha)
+
+# %% ../../nbs/analysis/13_statistics.ipynb #bc7f0e2f
 def select_tokens(states, filter):
     "(states of the kept tokens, the filter's name); ValueError when fewer than 4 tokens are kept."
     if filter is None and len(states) < 4: raise ValueError(f"{len(states)} tokens are too few: the statistics need at least 4")
@@ -158,14 +171,11 @@ def _spectra(states, row_norm, center, acc):
         rows.append((renyi(lam), float(lam[-1]), float(norms.median()), float(norms.max()/norms.median())))
     entropy,top,median,spread = np.array(rows).T
     debiased = acc.order2(True)
-    with np.errstate(invalid='ignore'): h2 = -np.log(np.diag(debiased)[:-1])
     diagnostics = dict(position0_norm=states.first_norm.numpy(), median_norm=median, max_over_median=spread,
-                       top_share=top, h2_debiased=h2, ln_d=np.full(len(top), math.log(states.hidden_size)))
+                       top_share=top, h2_debiased=_h2(debiased), ln_d=np.full(len(top), math.log(states.hidden_size)))
     return entropy, acc.order2(False), debiased, diagnostics
 
-# %% ../../nbs/analysis/13_statistics.ipynb #21778423
-_CHUNKS = 'tokens', 'biased', 'hsic', 'trace'
-
+# %% ../../nbs/analysis/13_statistics.ipynb #ffc07ff2
 def save_accumulator(
     acc:Accumulator,
     path # a .safetensors file
@@ -194,8 +204,7 @@ def order2_statistics(
 ) -> LayerStatistics:
     "Statistics from an accumulator alone; `entropy` is the debiased order-2 entropy."
     M = acc.order2(True)
-    with np.errstate(invalid='ignore'): h2 = -np.log(np.diag(M)[:-1])
-    return LayerStatistics(acc.layers, states.num_layers, h2, acc.order2(False), M, {}, int(sum(acc.tokens)), states.hidden_size, provenance=states.provenance)
+    return LayerStatistics(acc.layers, states.num_layers, _h2(M), acc.order2(False), M, {}, int(sum(acc.tokens)), states.hidden_size, provenance=states.provenance)
 
 # %% ../../nbs/analysis/13_statistics.ipynb #02a19808
 def report(
