@@ -7,6 +7,8 @@ MODEL ?= smollm2-135m
 
 .PHONY: demo test
 demo: $(VENV)/.installed
+	@$(VENV)/bin/sdsel fetch $(MODEL)
+	@$(VENV)/bin/sdsel select --model $(MODEL)
 	@$(VENV)/bin/sdsel run analyze --models $(MODEL) --out demo
 
 test: $(VENV)/.installed

@@ -1,6 +1,5 @@
 "README.md from nbs/index.ipynb, and with --html pages of all notebooks in _docs/: nbdev's processing, written by nbconvert."
 import os, re, shutil, sys
-from pathlib import Path
 import nbformat, yaml
 from execnb.nbio import nb2str, read_nb
 from nbconvert import HTMLExporter, MarkdownExporter

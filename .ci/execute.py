@@ -1,5 +1,5 @@
 "Run notebooks in place so that their committed outputs are current; skips what nbdev_test skips."
-import os, re, sys, warnings
+import os, sys, warnings
 from pathlib import Path
 os.environ.setdefault('TQDM_DISABLE', '1'); os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')
 from execnb.nbio import read_nb, write_nb

@@ -26,6 +26,7 @@ def options():
     p.add_argument('--probe', type=int, default=2, help='pairs on which each setting of a package is tried')
     p.add_argument('--repeats', type=int, default=3)
     p.add_argument('--threads', type=int, default=torch.get_num_threads())
+    p.add_argument('--parts', default='statistics,selection,memory,collection', help='what to measure; other parts of an existing result are kept')
     p.add_argument('--seed', type=int, default=0, help='of the prompts and tokens, and of the measured pairs and layers')
     p.add_argument('--peers', help='folder with the packages of requirements.txt')
     p.add_argument('--out', default=str(Path(__file__).with_suffix('.json')))
@@ -204,17 +205,26 @@ def main():
     torch.set_num_threads(o.threads)
     with threadpool_limits(o.threads): # numpy's and scipy's share of the same number
         if o.child: return child(o)
-        r = dict(command='python benchmarks/analysis.py '+' '.join(sys.argv[1:]).replace(o.peers or '\0', 'PEERS').replace(o.out, 'OUT'), model=o.model, threads=o.threads,
-                 seeds=dict(prompts_and_tokens=o.seed, pairs_and_layers=o.seed), load_average=dict(before=os.getloadavg()),
-                 versions=dict(**versions(), **{k: version(k) for k in ('scipy', 'scikit-learn', 'ckatorch', 'pytorch-cka', 'vendi-score')}))
-        def save(): Path(o.out).write_text(re.sub(r'\[[^][{}]*\]', lambda m: re.sub(r'\s+', ' ', m[0]), json.dumps(r, indent=1))+'\n') # short lists on one line
+        about = dict(command='python benchmarks/analysis.py '+' '.join(sys.argv[1:]).replace(o.peers or '\0', 'PEERS').replace(o.out, 'OUT'), model=o.model, threads=o.threads,
+                     seeds=dict(prompts_and_tokens=o.seed, pairs_and_layers=o.seed),
+                     versions=dict(**versions(), **{k: version(k) for k in ('scipy', 'scikit-learn', 'ckatorch', 'pytorch-cka', 'vendi-score')}))
+        r = json.loads(Path(o.out).read_text()) if Path(o.out).exists() else dict(about={})
+        def part(name, f):
+            if name not in o.parts.split(','): return
+            load = os.getloadavg()
+            r[name] = f()
+            r['about'][name] = dict(about, load_average=dict(before=load, after=os.getloadavg()))
+            Path(o.out).write_text(json.dumps(r, indent=1)+'\n')
         s = sample(o)
-        r['provenance'] = s.provenance
-        r['statistics'],stats = all_statistics(o, s); save()
-        r['selection'] = selection(o, stats); save()
-        r['memory'] = {k: memory(o, k) for k in ('collect', 'statistics', 'one-call')}; save()
-        r['collection'] = collection(o)
-        r['load_average']['after'] = os.getloadavg(); save()
+        stats = None
+        def statistics_part():
+            nonlocal stats
+            out,stats = all_statistics(o, s)
+            return out
+        part('statistics', statistics_part)
+        part('selection', lambda: selection(o, stats or layer_statistics(s)))
+        part('memory', lambda: {k: memory(o, k) for k in ('collect', 'statistics', 'one-call')})
+        part('collection', lambda: collection(o))
     table(r)
 
 if __name__ == '__main__': main()

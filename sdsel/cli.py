@@ -106,11 +106,11 @@ def run(notebook:Annotated[str, typer.Argument(help='name in nbs/experiments, wi
         summary = folder/f'{notebook}.txt'
         print(json.dumps(dict(model=m, folder=str(folder))) if as_json else (summary.read_text()+'\n' if summary.exists() else '')+f'figures and tables: {folder}')
 
-# %% ../nbs/52_cli.ipynb #709204bb
+# %% ../nbs/52_cli.ipynb #cc2205c7
 def main(args=None):
     "Entry point of `sdsel`: exit code 0, 2 for bad input, 1 when an experiment fails."
     import os, warnings
-    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE') # threads that wait give the core away: on a busy machine spinning costs up to five times the work
+    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE') # threads that wait give the core away: on a busy machine spinning multiplies the time
     warnings.showwarning = lambda m, *_, **__: print(f'warning: {m}', file=sys.stderr)
     try: code = app(args, standalone_mode=False)
     except typer.Exit as e: code = e.exit_code

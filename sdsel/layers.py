@@ -115,7 +115,7 @@ class LayerSet:
     def ids(self, engine): return engine_ids(self.layers, self.num_layers, engine)
     def flags(self, engine): return engine_flags(self.layers, self.num_layers, engine)
 
-# %% ../nbs/00_layers.ipynb #5825cb9c
+# %% ../nbs/00_layers.ipynb #be94340d
 @dataclass(frozen=True)
 class Engine:
     "How one stack stores layer ids: `id = h - shift`, and what it can't capture."
@@ -124,12 +124,13 @@ class Engine:
     last: bool = True    # can it capture h = L?
     min_k: int = 1       # fewest layers it runs
     max_k: int|None = None # most layers it runs
+    count: bool = False    # does its config need the number of layers when k != 3?
 
 _native = '"eagle_config": {{"use_aux_hidden_state": true, "eagle_aux_hidden_state_layer_ids": [{ids}]}}'
 ENGINES = dict(
-    vllm=Engine(0, '"eagle_aux_hidden_state_layer_ids": [{ids}]'),
+    vllm=Engine(0, '"eagle_aux_hidden_state_layer_ids": [{ids}]', count=True),
     speculators=Engine(0, '--target-layer-ids {words}'),
-    sglang=Engine(1, _native, last=False, min_k=2),
+    sglang=Engine(1, _native, last=False, min_k=2, count=True),
     specforge=Engine(1, _native, min_k=3, max_k=3),
     automodel=Engine(1, '--aux-layer-ids {words}', min_k=3, max_k=3),
     modelopt=Engine(1, '"eagle_architecture_config": {{"eagle_aux_hidden_state_layer_ids": [{ids}]}}'))
@@ -152,5 +153,6 @@ def engine_ids(
 
 def engine_flags(layers, num_layers, engine) -> str:
     "The ids of `engine_ids` as the text to paste: a command-line flag, or the entry of the draft's JSON."
-    ids = engine_ids(layers, num_layers, engine)
-    return ENGINES[engine].text.format(ids=', '.join(map(str, ids)), words=' '.join(map(str, ids)))
+    ids,e = engine_ids(layers, num_layers, engine),ENGINES[engine]
+    text = e.text.format(ids=', '.join(map(str, ids)), words=' '.join(map(str, ids)))
+    return text + (f', "num_aux_hidden_states": {len(ids)}' if e.count and len(ids) != 3 else '')

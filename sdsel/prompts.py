@@ -13,7 +13,7 @@ from .assets import data_dir, fetch_data, manifest, read_rows
 __all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'load_prompts', 'Encoded', 'render', 'encode', 'require_response',
            'Preview', 'preview']
 
-# %% ../nbs/03_prompts.ipynb #93b9f8d5
+# %% ../nbs/03_prompts.ipynb #e6b19386
 @dataclass(frozen=True)
 class Prompt:
     "A conversation: messages as dicts of `role` and `content`; it may end with an assistant's answer."
@@ -31,7 +31,7 @@ class PromptSet:
     def __iter__(self): return iter(self.prompts)
     def __getitem__(self, i): return PromptSet(self.name, self.prompts[i]) if isinstance(i, slice) else self.prompts[i]
     @property
-    def hash(self): return hashlib.sha256(json.dumps([p.messages for p in self.prompts], sort_keys=True).encode()).hexdigest()
+    def hash(self): return hashlib.sha256(json.dumps([(p.id, p.kind, p.messages) for p in self.prompts], sort_keys=True).encode()).hexdigest()
     @property
     def kinds(self):
         kinds = [p.kind for p in self.prompts]
@@ -148,7 +148,7 @@ def render(
         spans.append((len(before), len(until.rstrip())))
     return text,spans
 
-# %% ../nbs/03_prompts.ipynb #975fe1fa
+# %% ../nbs/03_prompts.ipynb #75d7c15b
 def encode(
     tokenizer,            # of transformers, fast
     prompts,              # of `load_prompts`
@@ -160,7 +160,9 @@ def encode(
     if not getattr(tokenizer, 'is_fast', False): raise ValueError("response masks need a fast tokenizer (one with character offsets)")
     out,cut = [],0
     for p in prompts:
-        text,spans = render(tokenizer, p.messages, raw)
+        try: text,spans = render(tokenizer, p.messages, raw)
+        except ValueError as e: raise ValueError(f"prompt {p.id!r}: {e}") from e
+        except Exception as e: raise ValueError(f"prompt {p.id!r}: the chat template refuses it ({e}): pass raw=True (CLI: --raw) or leave it out") from e
         e = tokenizer(text, add_special_tokens=raw, return_offsets_mapping=True) # a template writes its own special tokens
         mask = [any(a < end and b > start for start,end in spans) and b > a for a,b in e['offset_mapping']]
         cut += len(mask) > max_length

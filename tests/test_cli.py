@@ -1,5 +1,5 @@
 "The command line: what each command prints, and that bad input ends in one line and exit code 2."
-import json, shutil, warnings
+import json, warnings
 import pytest
 import sdsel.run
 from sdsel.analysis.selection import METHODS

@@ -601,3 +601,10 @@ def test_experiment_arguments(tmp_path):
     fails(lambda: run_experiment('nope', 'tiny', out=tmp_path), ValueError, "notebook='nope'", 'analyze')
     fails(lambda: run_experiment('analyze', 'tiny', dict(zz=1), out=tmp_path), ValueError, "parameter 'zz'", 'tokens')
     assert not list(tmp_path.iterdir())
+
+def test_local_data_set(tmp_path):
+    "A folder in the Hugging Face format is a prompt source; its rows are checked like all others."
+    from sdsel.prompts import load_prompts
+    (tmp_path/'set').mkdir(); (tmp_path/'set'/'train.jsonl').write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    assert [p.messages[0]['content'] for p in load_prompts(tmp_path/'set')] == ['one', 'two']
+    with pytest.raises(ValueError, match='test'): load_prompts(tmp_path/'set', split='test')

@@ -6,7 +6,7 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from sdsel.analysis.cka import cka_matrix, linear_cka, minibatch_cka, rbf_cka
 from sdsel.analysis.entropy import (debiased_entropy2, hsic1, joint_entropy, matrix_entropy, normalise, offdiagonal, order2, participation_ratio,
-                                    rankme, spectrum, squared_norms, von_neumann_rank)
+                                    rankme, squared_norms, von_neumann_rank)
 
 cases = json.loads((Path(__file__).parent/'measures.json').read_text())
 settings.register_profile('sdsel', deadline=None, max_examples=25, derandomize=True); settings.load_profile('sdsel')

@@ -37,13 +37,19 @@ def test_papermill(tmp_path):
     names = {p.name for p in out.iterdir()}
     assert {'analyze.ipynb', 'analyze.txt', 'run.json', 'selection.json'} <= names and not [n for n in names if 'failed' in n]
     for figure in 'entropy', 'cka', 'growth', 'greedy', 'sets', 'stability', 'budget': assert {f'{figure}.csv', f'{figure}.svg', f'{figure}.png'} <= names
-    assert not [o for o in outputs(read(out/'analyze.ipynb')) if o.get('name') == 'stderr']
+    text = (out/'analyze.ipynb').read_text()
+    assert not [o for o in outputs(read(out/'analyze.ipynb')) if o.get('name') == 'stderr'] and '.new' not in text and not (out/'.new').exists()
 
 def test_failed_run_keeps_the_last_good_one(tmp_path):
-    good = tmp_path/'tiny'/'analyze.ipynb'
-    good.parent.mkdir(); good.write_text('good')
+    (tmp_path/'tiny').mkdir()
+    good = [tmp_path/'tiny'/n for n in ('analyze.ipynb', 'layers.csv')]
+    for p in good: p.write_text('good')
     with pytest.raises(RuntimeError, match='analyze failed for tiny: ValueError: .*k=99'): run_experiment('analyze', 'tiny', dict(k=99, tokens=300), out=tmp_path)
-    assert good.read_text() == 'good' and (tmp_path/'tiny'/'analyze.failed.ipynb').exists()
+    assert all(p.read_text() == 'good' for p in good) and {p.name for p in (tmp_path/'tiny').iterdir()} == {'analyze.ipynb', 'layers.csv', 'analyze.failed.ipynb'}
+
+def test_links_of_the_readme():
+    links = re.findall(r'\]\((?!https?:|#)([^)#]+)', (root/'README.md').read_text())
+    assert len(links) > 10 and not [l for l in links if not (root/l).exists()]
 
 @pytest.mark.parametrize('p', sorted((root/'figures').glob('*/run.json')), ids=lambda p: p.parent.name)
 def test_committed_runs_say_how(p):

@@ -48,7 +48,7 @@ def test_capture(kind):
     L = t.num_layers
     full = t.capture(x, range(L+1))
     rows,cols = torch.tensor([0, 2, 2]),torch.tensor([6, 0, 3])
-    some = t.capture(x, [L, 1, 2], lambda h: h[rows,cols]) # any order, only these rows
+    some = t.capture(x, [L, 1, 2], lambda x, h: x[rows,cols]) # any order, only these rows
     assert list(some.states) == [1, 2, L]
     for h,s in some.states.items(): assert torch.equal(s, full.states[h][rows,cols])
     assert torch.equal(some.final, full.final)

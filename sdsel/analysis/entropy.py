@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['as_matrix', 'normalise', 'one_thread', 'spectrum', 'renyi', 'matrix_entropy', 'joint_entropy', 'squared_norms',
-           'offdiagonal', 'hsic1', 'order2', 'order2_from', 'debiased_entropy2', 'rankme', 'von_neumann_rank',
+__all__ = ['as_matrix', 'centred', 'normalise', 'one_thread', 'spectrum', 'renyi', 'matrix_entropy', 'joint_entropy',
+           'squared_norms', 'offdiagonal', 'hsic1', 'order2', 'debiased_entropy2', 'rankme', 'von_neumann_rank',
            'participation_ratio']
 
-# %% ../../nbs/analysis/11_entropy.ipynb #aceef43c
+# %% ../../nbs/analysis/11_entropy.ipynb #cc1befe1
 def as_matrix(
     X,            # [n, d] numpy array, tensor or nested list
     name:str='X'
@@ -28,19 +28,24 @@ def as_matrix(
         raise ValueError(f"{name} holds NaN or infinite values in {int((~ok).sum())} of {len(X)} rows, the first at row {int((~ok).nonzero()[0])}")
     return X
 
-def normalise(
+def centred(
     X,                  # [n, d]
     row_norm:bool=True, # scale each row to unit length first
     center:bool=True,   # then subtract the column means
     name:str='X'
-) -> torch.Tensor:      # Z [n, d] with trace(Z Z^T) = 1
-    "Row scaling, then centring, then trace normalisation; ValueError when nothing is left to measure."
+) -> tuple[torch.Tensor, torch.Tensor]: # [n, d], its Frobenius norm
+    "Row scaling, then centring; ValueError when nothing is left to measure."
     X = as_matrix(X, name)
     if row_norm: X = X/X.norm(dim=1, keepdim=True).clamp_min(torch.finfo(X.dtype).tiny)
     scale = X.norm()
     if center: X = X-X.mean(0, dtype=torch.float64).to(X.dtype)
     total = X.norm()
     if not total > 4*torch.finfo(X.dtype).eps*scale: raise ValueError(f"{name} is constant: all {len(X)} rows are the same, so it has no spectrum")
+    return X,total
+
+def normalise(X, row_norm:bool=True, center:bool=True, name:str='X') -> torch.Tensor:
+    "Z [n, d] with trace(Z Z^T) = 1: `centred`, then trace normalisation."
+    X,total = centred(X, row_norm, center, name)
     return X/total
 
 # %% ../../nbs/analysis/11_entropy.ipynb #0caabfea
@@ -136,16 +141,17 @@ def offdiagonal(
     if diagonal: s = squared_norms(Zs); M = M+s@s.T
     return M
 
-# %% ../../nbs/analysis/11_entropy.ipynb #b10a3525
+# %% ../../nbs/analysis/11_entropy.ipynb #34a65503
 def hsic1(
     off,  # [K, K] sums over a != b, of `offdiagonal` on centred states
     s,    # [K, n] squared row norms of the centred states
+    eps=torch.finfo(torch.float64).eps # precision of the products
 ) -> torch.Tensor: # [K, K]
     "Unbiased HSIC of every pair of layers, from centred linear Gram matrices. Source: Song and others 2007; n >= 4."
     n,total = s.shape[1],s.sum(1)
     if n < 4: raise ValueError(f"n={n}: the unbiased estimator needs at least 4 tokens")
     H = (off+total[:,None]*total[None]/((n-1)*(n-2))-2/(n-2)*(s@s.T))/(n*(n-3))
-    flat = H.diagonal() < 1e-12*(total/n)**2 # all tokens equally far apart: what is left is rounding
+    flat = H.diagonal() < 64*eps*(total/n)**2 # all tokens equally far apart: what is left is rounding
     return H-torch.diag(torch.where(flat, H.diagonal(), 0))
 
 def order2(
@@ -155,14 +161,11 @@ def order2(
 ) -> torch.Tensor:   # [K, K]; exp(-H2) of every subset is a mean of its entries
     "The matrix M of order-2 inner products. Debiased: unbiased numerator over the product of (sample) traces."
     off,s = offdiagonal(Zs),squared_norms(Zs)
-    return order2_from(off, s, debiased, center)
-
-def order2_from(off, s, debiased, center=True):
-    "`order2` from its sums over token pairs."
     n,total = s.shape[1],s.sum(1)
-    if not debiased: return (off+s@s.T)/(total[:,None]*total[None])
-    if center: return hsic1(off, s)/(total[:,None]*total[None])*(n-1)**2
-    return off/(n*(n-1))/(total[:,None]*total[None])*n**2
+    traces = total[:,None]*total[None]
+    if not debiased: return (off+s@s.T)/traces
+    if center: return hsic1(off, s, torch.finfo(Zs[0].dtype).eps)/traces*(n-1)**2
+    return off/(n*(n-1))/traces*n**2
 
 def debiased_entropy2(
     X,                  # [n, d], n >= 4
