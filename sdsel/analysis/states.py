@@ -114,13 +114,14 @@ def common_prefix(
     a,b = different[0],different[-1] # all others lie between these two
     return next((i for i,(x,y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
-# %% ../../nbs/analysis/10_states.ipynb #f5b475a2
+# %% ../../nbs/analysis/10_states.ipynb #982b019d
 def collect_states(
     target:Target,
     prompts,            # of `load_prompts`, or any iterable of `Prompt`
     tokens:int=4096,    # sample size; bounds memory
     layers=None,        # boundary indices; default all, 0..L
-    drop_first:int=4,   # first positions of each sequence left out (attention sinks), beyond the prefix that all share
+    drop_first:int=4,   # first positions of each sequence left out (attention sinks)
+    drop_shared:bool=True, # leave out the prefix that all prompts share, too
     on:str='all',       # 'all' tokens, or 'response': only the model's own words
     seed:int=0,         # of the sample
     raw:bool=False,     # no chat template
@@ -142,7 +143,7 @@ def collect_states(
     top = max(max(e.ids, default=0) for e in encoded)
     if top >= target.vocab_size: raise ValueError(f"tokenizer mismatch: the prompts hold token {top}, {target.name} embeds only {target.vocab_size}")
 
-    seen,prefix = set(),common_prefix([e.ids for e in encoded])
+    seen,prefix = set(),common_prefix([e.ids for e in encoded]) if drop_shared else 0
     def eligible(e):
         ok = np.array(e.response if on == 'response' else [True]*len(e.ids), dtype=bool)
         ok[:drop_first] = False
