@@ -1,5 +1,5 @@
 "sdsel's measurements against published packages and bare forward passes, both sides in one run. See README.md."
-import argparse, itertools, json, math, os, random, re, statistics, subprocess, sys, time
+import argparse, itertools, json, math, os, random, statistics, subprocess, sys, time
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
