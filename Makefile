@@ -3,13 +3,16 @@
 #   make test   run all tests
 PYTHON ?= python3
 VENV ?= .venv
-MODEL ?= smollm2-135m
+RESULT = demo/smollm2-135m
 
 .PHONY: demo test
-demo: $(VENV)/.installed
-	@$(VENV)/bin/sdsel fetch $(MODEL)
-	@$(VENV)/bin/sdsel select --model $(MODEL)
-	@$(VENV)/bin/sdsel run analyze --models $(MODEL) --out demo
+demo: $(RESULT)/run.json
+	@cat $(RESULT)/analyze.txt; echo; echo "figures and tables: $(RESULT)"
+
+$(RESULT)/run.json: $(VENV)/.installed nbs/experiments/analyze.ipynb $(wildcard sdsel/*.py sdsel/analysis/*.py)
+	@$(VENV)/bin/sdsel fetch smollm2-135m
+	@$(VENV)/bin/sdsel run analyze --models smollm2-135m --out demo --json
+	@touch $@
 
 test: $(VENV)/.installed
 	@VENV=$(VENV) .ci/check
