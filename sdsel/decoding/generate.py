@@ -60,7 +60,7 @@ def drafter_for(
     check_pair(target, model)
     return DraftModel(model, **kw)
 
-# %% ../../nbs/decoding/39_generate.ipynb #ae55213a
+# %% ../../nbs/decoding/39_generate.ipynb #0759e10d
 SPEEDS = dict(auto='fast products for small batches on the CPU, the model as it is elsewhere', off='the model as it is', compile='torch.compile, with CUDA graphs on a GPU, and buffers of fixed size')
 
 def stream(
@@ -88,12 +88,18 @@ def stream(
     model = getattr(drafter, 'model', None)
     faster = dict(auto=fast_linears, off=contextlib.ExitStack, compile=compiled)[speed]
     with faster(*(() if speed == 'off' else (target, model) if model else (target,))):
-        if length == 'auto' and method != 'ar': drafter.length = Adaptive(measure_costs(target, model))
+        if length == 'auto' and method != 'ar': drafter.length = Adaptive(_costs(target, model, speed))
         about = dict(target=target.name, **target.provenance, method=method, draft=model.name if model else None, draft_revision=model.provenance.get('revision') if model else None,
                      length=repr(drafter.length) if hasattr(drafter, 'length') else None, width=width, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, speed=speed, device=str(target.device), dtype=str(target.dtype)[6:])
         for g in decode(target, ids, drafter, sampling, max_new_tokens, seed, stop, static=speed == 'compile', **kw):
             g.provenance = about
             yield g
+
+def _costs(target, draft, speed):
+    "Costs, measured once for each pair."
+    known,key = vars(target).setdefault('costs', {}),(draft.name if draft else None, speed)
+    if key not in known: known[key] = measure_costs(target, draft)
+    return known[key]
 
 def generate(target, prompt, **kw):
     "The Generation of `stream`, complete."

@@ -15,14 +15,14 @@ from ..targets import Target
 # %% auto #0
 __all__ = ['check_pair', 'grow', 'DraftModel', 'first_layers', 'FirstLayers']
 
-# %% ../../nbs/decoding/35_models.ipynb #6c1bb6b8
+# %% ../../nbs/decoding/35_models.ipynb #765d0377
 def check_pair(
     target, # Target
     draft   # Target
 ):
     "ValueError unless both use one tokenizer: the same tokens with the same ids, and the same ends of text."
     a,b = target.tokenizer,draft.tokenizer
-    if a is None or b is None or a is b: return
+    if a is None or b is None or a is b or getattr(draft, 'paired', None) is a: return
     va,vb = a.get_vocab(),b.get_vocab()
     if va != vb:
         odd = min((t for t in va.keys()|vb.keys() if va.get(t) != vb.get(t)), key=lambda t: va.get(t, vb.get(t)))
@@ -30,6 +30,7 @@ def check_pair(
                          f"({len(vb)} and {len(va)} tokens): take a draft of the same family, 'first:N' (the target's own first N layers) or method='lookup'")
     if a.all_special_tokens != b.all_special_tokens:
         raise ValueError(f"draft={draft.name!r} has other special tokens ({b.all_special_tokens[:4]}...) than {target.name!r} ({a.all_special_tokens[:4]}...): its tokenizer files are of another version")
+    draft.paired = a # comparing large vocabularies takes a tenth of a second; once is enough
 
 # %% ../../nbs/decoding/35_models.ipynb #c87a1435
 def grow(
