@@ -47,20 +47,16 @@ def theirs(target, ids, tokens, draft=None, length=None):
         kw.update(assistant_model=draft.model)
     return target.model.generate(torch.tensor([ids]), **kw)[0,len(ids):].tolist()
 
-def compare(name, sides, target, prompts, o, rows):
-    "Run all sides of each prompt, in turning order; the first side is the reference."
-    for i,p in enumerate(prompts):
-        ids,row = prompt_ids(target, p),dict(prompt=p.id, kind=p.kind, seconds={}, tokens={}, rounds={}, bookkeeping={}, divergence={})
-        texts = {}
-        for side in list(sides)[i % len(sides):]+list(sides)[:i % len(sides)]:
-            s,out = timed(lambda: sides[side](ids))
-            texts[side] = out if isinstance(out, list) else out.tokens
-            row['seconds'][side],row['tokens'][side] = s,len(texts[side])
-            if not isinstance(out, list): row['rounds'][side],row['bookkeeping'][side] = len(out.rounds),out.bookkeeping
-        first = next(iter(sides))
-        row['divergence'] = {s: d for s,t in texts.items() if (d := divergence(target, ids, texts[first], t))}
-        rows.append(row)
-        print(name, i, p.kind, {s: round(x, 2) for s,x in row['seconds'].items()}, row['divergence'] or '', flush=True)
+def compare(sides, target, prompt, turn):
+    "One row: all sides on one prompt, in turning order; texts are compared with the first side's."
+    ids,row,texts,names = prompt_ids(target, prompt),dict(prompt=prompt.id, kind=prompt.kind, seconds={}, tokens={}, rounds={}, bookkeeping={}),{},list(sides)
+    for side in names[turn % len(names):]+names[:turn % len(names)]:
+        row['seconds'][side],out = timed(lambda: sides[side](ids))
+        texts[side] = out if isinstance(out, list) else out.tokens
+        row['tokens'][side] = len(texts[side])
+        if not isinstance(out, list): row['rounds'][side],row['bookkeeping'][side] = len(out.rounds),out.bookkeeping
+    row['divergence'] = {s: d for s,t in texts.items() if (d := divergence(target, ids, texts[names[0]], t))}
+    return row
 
 def digest(rows):
     sides = list(rows[0]['seconds'])
@@ -80,7 +76,7 @@ def main():
                   load_average_before=os.getloadavg(), models={}, passes={}, comparisons={})
     def note():
         with atomic(Path(o.out)) as tmp: tmp.write_text(json.dumps(result, indent=1)+'\n')
-    small,target,draft = (load_target(n) for n in (o.small, o.target, o.draft))
+    small,target,draft = (load_target(n, device='cpu') for n in (o.small, o.target, o.draft))
     for t in (small, target, draft):
         result['models'][t.name] = t.provenance
         before = passes(t, o.repeats)
@@ -97,7 +93,10 @@ def main():
         warm = prompt_ids(t, prompts[0])[:32]
         for f in sides.values(): f(warm) # packs weights, loads what is loaded late
         rows = []
-        for i in range(len(prompts)): compare(name, sides, t, prompts[i:i+1], o, rows); result['comparisons'][name] = dict(digest(rows) if len(rows) > 1 else {}, rows=rows); note()
+        for i,p in enumerate(prompts):
+            rows.append(compare(sides, t, p, i))
+            print(name, i, p.kind, {s: round(x, 2) for s,x in rows[-1]['seconds'].items()}, rows[-1]['divergence'] or '', flush=True)
+            if i: result['comparisons'][name] = dict(digest(rows), rows=rows); note()
     result['load_average_after'] = os.getloadavg(); note()
     for name,c in result['comparisons'].items(): print(name, json.dumps({k: v for k,v in c.items() if k != 'rows'}, indent=1))
 

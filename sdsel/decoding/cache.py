@@ -9,9 +9,9 @@ import torch
 from transformers.cache_utils import Cache, StaticLayer
 
 # %% auto #0
-__all__ = ['GrowingLayer', 'window_of', 'tree_mask', 'Reader']
+__all__ = ['GrowingLayer', 'window_of', 'tree_mask', 'Reader', 'probe']
 
-# %% ../../nbs/decoding/31_cache.ipynb #8074e989
+# %% ../../nbs/decoding/31_cache.ipynb #9fb9733f
 class GrowingLayer(StaticLayer):
     "Keys and values of one layer in a buffer that grows: appending copies only what is new, stepping back copies nothing."
     is_compileable = False
@@ -30,6 +30,11 @@ class GrowingLayer(StaticLayer):
         self.keys[:,:,self.length:end],self.values[:,:,self.length:end] = key_states,value_states
         self.length = end
         return self.keys[:,:,:end],self.values[:,:,:end]
+
+    def lazy_initialization(self, key_states, value_states):
+        "Allocate."
+        self.keys,self.values = (x.new_zeros(*x.shape[:2], self.max_cache_len, x.shape[3]) for x in (key_states, value_states))
+        self.is_initialized = True
 
     def _grow(self, end):
         self.max_cache_len = max(2*self.max_cache_len, end)
@@ -156,3 +161,21 @@ class Reader:
         z = self.look(tokens, rows=rows)
         self.keep(range(len(tokens)))
         return z
+
+# %% ../../nbs/decoding/31_cache.ipynb #66ac8d06
+def probe(
+    target # Target
+):
+    "ValueError unless a tree of guesses reads like each of its paths. Remembered for each target."
+    if getattr(target, 'probed', False): return
+    ids = [(7*i+3) % target.vocab_size for i in range(6)]
+    r = Reader(target, 8)
+    try:
+        r.read(ids[:3], rows=1)
+        z = r.look(ids[3:], parents=[-1, 0, 0])[1:]
+        with torch.no_grad(): want = torch.cat([target.model(input_ids=torch.tensor([[*ids[:4], x]], device=target.device), use_cache=False).logits[0,-1:].float() for x in ids[4:]])
+        error = ((z-want).abs().max()/want.std()).item()
+    except (TypeError, AttributeError, RuntimeError) as e: raise ValueError(f"{target.name}: {type(target.model).__name__} does not take positions, masks and a cache as sdsel passes them ({str(e).splitlines()[0]:.100})") from e
+    if error > (.01 if target.dtype == torch.float32 else .5):
+        raise ValueError(f"{target.name}: {type(target.model).__name__} does not read a tree of guesses like its paths (logits differ by {error:.2g} standard deviations): its attention ignores the mask or the positions")
+    target.probed = True
