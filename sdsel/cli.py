@@ -90,7 +90,7 @@ def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help=
     print(s)
     if flags: print(f'{engine}: {flags}')
 
-# %% ../nbs/52_cli.ipynb #8b1f4905
+# %% ../nbs/52_cli.ipynb #0133c799
 @app.command()
 def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' reads standard input")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'ar' (no draft), 'sd' or 'lookup'")]='ar',
              draft:Annotated[Optional[str], typer.Option(help="for 'sd': a model with the same tokenizer, or first:N for the model's own first N layers")]=None,
@@ -100,14 +100,16 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
              speed:Annotated[str, typer.Option(help="'auto', 'off' or 'compile'")]='auto', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Generate a text, with or without a draft, and say what the draft was worth."
     from rich.console import Console
-    from sdsel.decoding.generate import stream
+    from sdsel.decoding.generate import check_method, stream
     from sdsel.decoding.view import View
     from sdsel.targets import load_target
     if prompt == '-': prompt = sys.stdin.read()
+    length = int(length) if length.lstrip('-').isdigit() else length
+    check_method(method, draft, length, width)
     target = load_target(model, source=source, accept_licence=accept_licence)
     if draft and not draft.startswith('first:'): draft = load_target(draft, source=source, accept_licence=accept_licence)
     console,shown = Console(soft_wrap=True, highlight=False),0
-    for g in stream(target, prompt, method=method, draft=draft, length=int(length) if length.lstrip('-').isdigit() else length, width=width, max_new_tokens=max_new_tokens, temperature=temperature,
+    for g in stream(target, prompt, method=method, draft=draft, length=length, width=width, max_new_tokens=max_new_tokens, temperature=temperature,
                     top_k=top_k, top_p=top_p, stop=stop or (), seed=seed, raw=raw, speed=speed):
         if as_json or not (g.finish or console.is_terminal): continue
         text = View(g, target.tokenizer).__rich__()

@@ -81,7 +81,7 @@ def tree_mask(
         row[[length+n for n in path[max(0, first-length):]]] = 0
     return mask[None,None]
 
-# %% ../../nbs/decoding/31_cache.ipynb #5bc5f206
+# %% ../../nbs/decoding/31_cache.ipynb #7b2c4071
 def _now(device):
     if device.type == 'cuda': torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -93,14 +93,14 @@ def _forward(reader, tokens, positions, masks, rows):
     mask = masks[None] if None in masks else masks or None # one for all layers, one per kind, or none: plain causal
     z = target.model(input_ids=torch.tensor([tokens], device=target.device), position_ids=torch.tensor([positions], device=target.device),
                      attention_mask=mask, use_cache=True, logits_to_keep=rows, **{reader.cache_name: reader.cache}).logits
-    return z[0].float()
+    return z[0].float().clone() if reader.static else z[0].float() # a CUDA graph's output is overwritten by its next run
 
 def _move(layer, start, rows):
     "Move cache rows start+rows to start, start+1, ..."
     if rows == list(range(len(rows))): return
     for x in (layer.keys, layer.values): x[:,:,start:start+len(rows)] = x[:,:,[start+r for r in rows]]
 
-# %% ../../nbs/decoding/31_cache.ipynb #37a513e7
+# %% ../../nbs/decoding/31_cache.ipynb #3a98ce19
 class Reader:
     "A model reading one text, with guesses on top that can be taken back."
     def __init__(self,
@@ -109,7 +109,7 @@ class Reader:
         static:bool=False, # buffers of fixed size, for torch.compile
         layers=None        # GrowingLayers to share with another reader
     ):
-        self.target,self.static,self.capacity,self.windows,self.shared = target,static,capacity,window_of(target),bool(layers)
+        self.target,self.static,self.capacity,self.need,self.windows,self.shared = target,static,capacity,capacity,window_of(target),bool(layers)
         self.cache = Cache(layers=layers or [(StaticLayer if static else GrowingLayer)(capacity) for _ in range(target.num_layers)])
         self.cache_name = 'cache' if 'cache' in inspect.signature(target.model.forward).parameters else 'past_key_values' # transformers renames it
         self.paths,self.chain = [],True # of each node; do the nodes form a chain?
@@ -125,15 +125,16 @@ class Reader:
         """Look at guesses; [n, vocabulary] float32 logits, or of the last `rows`.
 
         Nodes are numbered on from the last look; `parents` holds the number of each one's parent, or -1 for the end of the text. Default: a chain from the newest node."""
-        start,t,old = _now(self.target.device),self.length,len(self.paths)
+        t,old = self.length,len(self.paths)
+        if self.static and t+old+len(tokens) > self.capacity: raise ValueError(f"capacity={self.capacity} is too small for {t+old+len(tokens)} positions")
         for i,p in enumerate(range(old-1, old+len(tokens)-1) if parents is None else parents, old):
             if not -1 <= p < i: raise ValueError(f"parents: node {i} has the parent {p}, which must be -1 or an earlier node")
             self.chain &= p == i-1
             self.paths.append(range(i+1) if self.chain else [*(self.paths[p] if p >= 0 else []), i])
         new = self.paths[old:]
         width = self.capacity if self.static else t+len(self.paths)
-        if t+len(self.paths) > self.capacity and self.static: raise ValueError(f"capacity={self.capacity} is too small for {t+len(self.paths)} positions")
         masks = {} if self.chain and not self.static else {k: tree_mask(new, t, width, w, self.target.dtype).to(self.target.device) for k,w in self.windows.items()}
+        start = _now(self.target.device)
         z = _forward(self, list(tokens), [t+len(p)-1 for p in new], masks, rows or len(tokens))
         self.calls += 1; self.seconds += _now(self.target.device)-start
         return z
@@ -162,7 +163,7 @@ class Reader:
         self.keep(range(len(tokens)))
         return z
 
-# %% ../../nbs/decoding/31_cache.ipynb #66ac8d06
+# %% ../../nbs/decoding/31_cache.ipynb #6e3ca7b4
 def probe(
     target # Target
 ):
@@ -175,6 +176,7 @@ def probe(
         z = r.look(ids[3:], parents=[-1, 0, 0])[1:]
         with torch.no_grad(): want = torch.cat([target.model(input_ids=torch.tensor([[*ids[:4], x]], device=target.device), use_cache=False).logits[0,-1:].float() for x in ids[4:]])
         error = ((z-want).abs().max()/want.std()).item()
+    except torch.OutOfMemoryError: raise
     except (TypeError, AttributeError, RuntimeError) as e: raise ValueError(f"{target.name}: {type(target.model).__name__} does not take positions, masks and a cache as sdsel passes them ({str(e).splitlines()[0]:.100})") from e
     if error > (.01 if target.dtype == torch.float32 else .5):
         raise ValueError(f"{target.name}: {type(target.model).__name__} does not read a tree of guesses like its paths (logits differ by {error:.2g} standard deviations): its attention ignores the mask or the positions")

@@ -70,7 +70,7 @@ def choose(
     rule = min(took, key=lambda k: sum(took[k][n]/took[fastest[n]][n] for n in ROWS))
     return {n: fastest[n] if took[fastest[n]][n] < .9*took[rule][n] else rule for n in ROWS}
 
-# %% ../../nbs/decoding/30_kernels.ipynb #82162b57
+# %% ../../nbs/decoding/30_kernels.ipynb #d4c279c2
 @contextlib.contextmanager
 def fast_linears(
     *targets,     # Target
@@ -82,14 +82,15 @@ def fast_linears(
         for t in targets:
             layers = [m for m in t.model.modules() if type(m) is nn.Linear and 'forward' not in vars(m)]
             if t.device.type != 'cpu' or t.dtype != torch.float32 or not layers: continue
-            if kernels or not hasattr(t, 'fast'): t.fast = _prepare(t, layers, kernels)
-            for m in layers: m.forward = _forward_of(m, t.fast); patched.append(m)
+            if not kernels and not hasattr(t, 'fast'): t.fast = _prepare(t, layers)
+            fast = _prepare(t, layers, kernels) if kernels else t.fast
+            for m in layers: m.forward = _forward_of(m, fast); patched.append(m)
         yield
     finally:
         for m in patched: del m.forward
 
-# %% ../../nbs/decoding/30_kernels.ipynb #6cf10e4d
-def _prepare(target, layers, kernels):
+# %% ../../nbs/decoding/30_kernels.ipynb #20caba95
+def _prepare(target, layers, kernels=None):
     "The kernel of each number of rows for one target."
     import psutil
     names = list(kernels or KERNELS)
@@ -99,6 +100,8 @@ def _prepare(target, layers, kernels):
     if not kernels and 'packed' in names and not (torch.backends.mkldnn.is_available() and need+(1<<30) < psutil.virtual_memory().available):
         names.remove('packed'); say(f'{target.name}: no memory for packed weights ({need/1e9:.1f} GB)')
     choice = choose(measure(layers, names))
+    if 'packed' not in choice.values():
+        for m in layers: vars(m.weight).pop('_pack', None)
     return [KERNELS[choice[min((r for r in ROWS if r >= n), default=ROWS[-1])]] for n in range(ROWS[-1]+1)]
 
 def _forward_of(module, choice):
@@ -108,14 +111,17 @@ def _forward_of(module, choice):
         return choice[min(x.numel()//x.shape[-1], most)](x, weight, bias)
     return forward
 
-# %% ../../nbs/decoding/30_kernels.ipynb #92fc8db0
+# %% ../../nbs/decoding/30_kernels.ipynb #322e7d5a
 @contextlib.contextmanager
 def compiled(
     *targets # Target
 ):
     "Inside, the models' forward passes are compiled; afterwards all is as before."
+    before = [vars(t.model).get('forward') for t in targets]
     try:
         for t in targets: t.model.forward = torch.compile(t.model.forward, mode='reduce-overhead' if t.device.type == 'cuda' else None, dynamic=False)
-        yield
+        with torch._dynamo.config.patch(recompile_limit=64): yield # one for each number of rows
     finally:
-        for t in targets: vars(t.model).pop('forward', None)
+        for t,f in zip(targets, before):
+            if f: t.model.forward = f
+            else: vars(t.model).pop('forward', None)

@@ -9,7 +9,7 @@ import statistics
 from .cache import Reader
 
 # %% auto #0
-__all__ = ['Costs', 'speedup', 'best_length', 'measure_costs', 'Fixed', 'Adaptive']
+__all__ = ['Costs', 'speedup', 'best_length', 'measure_costs', 'Fixed', 'policy', 'Adaptive']
 
 # %% ../../nbs/decoding/34_length.ipynb #26eb87eb
 @dataclass(frozen=True)
@@ -34,17 +34,18 @@ def best_length(
     "The number of guesses with the largest expected speed."
     return max(range(len(costs.verify)), key=lambda g: speedup(a, g, costs))
 
-# %% ../../nbs/decoding/34_length.ipynb #8c80c32d
+# %% ../../nbs/decoding/34_length.ipynb #69bb885d
 def measure_costs(
     target,       # Target
     draft=None,   # Target of the draft; None when a guess costs nothing
     rows:int=9,   # most rows of a target pass, one more than guesses
     context:int=64, # tokens read before
-    repeats:int=3
+    repeats:int=3,
+    static:bool=False # buffers of fixed size, for torch.compile
 ) -> Costs:       # in seconds
     "Time a few passes, median of `repeats`."
     def passes(t, n):
-        r = Reader(t, context+n)
+        r = Reader(t, 256, static)
         r.read([i % t.vocab_size for i in range(context)], rows=1)
         took = []
         for _ in range(repeats+1): # the first warms up
@@ -54,7 +55,7 @@ def measure_costs(
         return statistics.median(took[1:])
     return Costs(tuple(passes(target, n) for n in range(1, rows+1)), passes(draft, 1) if draft else 0.)
 
-# %% ../../nbs/decoding/34_length.ipynb #841ff0b1
+# %% ../../nbs/decoding/34_length.ipynb #d3cb5606
 @dataclass
 class Fixed:
     "Always the same number of guesses."
@@ -64,13 +65,19 @@ class Fixed:
     def more(self, n, reach=None): return n < self.length
     def learn(self, accepted, drafted): pass
 
+def policy(
+    length # a number, or a policy
+):
+    "Fixed from a number; a policy as it is."
+    return length if hasattr(length, 'more') else Fixed(length)
+
 class Adaptive:
     "As many guesses as pay, judged by `costs`, by the acceptance of late and by how sure the draft is."
     def __init__(self,
         costs:Costs,       # of `measure_costs`
         prior:float=.7,    # acceptance before anything was seen
         memory:float=.95   # weight of the past after each tested guess
-    ): self.costs,self.memory,self.hits,self.tries = costs,memory,5*prior,5.
+    ): self.costs,self.prior,self.memory,self.hits,self.tries = costs,prior,memory,5*prior,5.
 
     @property
     def acceptance(self) -> float: return self.hits/self.tries
@@ -87,6 +94,7 @@ class Adaptive:
         return (a**n if reach is None else reach)*a >= best*(c.draft+c.verify[n+1]-c.verify[n])
 
     def learn(self, accepted, drafted):
-        "Of `drafted` guesses `accepted` held; the one after them was tested too."
+        "Of `drafted` guesses `accepted` held; the one after them was tested too. Rounds without a guess move the estimate back to the prior, so that guessing is tried again."
+        if not drafted: self.hits,self.tries = self.memory*self.hits+(1-self.memory)*5*self.prior,self.memory*self.tries+(1-self.memory)*5
         for hit in [1]*accepted+[0]*(accepted < drafted):
             self.hits,self.tries = self.memory*self.hits+hit,self.memory*self.tries+1

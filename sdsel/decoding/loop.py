@@ -11,7 +11,7 @@ from .acceptance import Sampling, greedy_accept, speculative_sample
 from .cache import Reader, probe
 
 # %% auto #0
-__all__ = ['Draft', 'Drafter', 'Round', 'Generation', 'eos_of', 'cut', 'verify', 'check_prompt', 'decode']
+__all__ = ['Draft', 'Drafter', 'Round', 'Generation', 'eos_of', 'cut', 'verify', 'check_prompt', 'check_end', 'decode']
 
 # %% ../../nbs/decoding/33_loop.ipynb #04051e85
 @dataclass
@@ -96,15 +96,13 @@ class Generation:
         return (f"Generation({len(self.tokens)} tokens in {len(self.rounds)} rounds, accepted length {self.accepted_length:.2f}, {self.accepted} of {self.drafted} guesses accepted, "
                 f"{self.tokens_per_second:.1f} tokens/s, ended by {self.finish}{'' if self.lossless else ', not lossless'})\n{self.text}")
 
-# %% ../../nbs/decoding/33_loop.ipynb #62fb4135
+# %% ../../nbs/decoding/33_loop.ipynb #9a5ed94c
 def eos_of(
     target # Target
 ) -> tuple[int, ...]:
-    "The tokens that end a text, as `generate` knows them: of the generation config, else of the model's config, else of the tokenizer."
-    for o in (getattr(target.model, 'generation_config', None), target.config, target.tokenizer):
-        e = getattr(o, 'eos_token_id', None)
-        if e is not None: return tuple(e) if isinstance(e, (list, tuple)) else (e,)
-    return ()
+    "The tokens that end a text, as `generate` knows them: of the generation config, or of the model's config where there is none."
+    e = getattr(getattr(target.model, 'generation_config', None) or target.config, 'eos_token_id', None)
+    return () if e is None else tuple(e) if isinstance(e, (list, tuple)) else (e,)
 
 def cut(
     tokens,    # new tokens so far
@@ -121,7 +119,7 @@ def cut(
         if k == most: return tokens[:k],'length'
     return tokens,None
 
-# %% ../../nbs/decoding/33_loop.ipynb #4ae4cc09
+# %% ../../nbs/decoding/33_loop.ipynb #59e96f90
 def verify(draft, logits, sampling, generator):
     "The lossless rule: greedy acceptance at temperature 0, speculative sampling above."
     if sampling.greedy: return greedy_accept(draft.tokens, logits, draft.parents)
@@ -139,6 +137,7 @@ def check_prompt(
         if len(ids) > 1: raise ValueError(f"ids: a batch of {len(ids)} prompts; decoding takes one at a time: call it once for each")
         ids = list(ids[0])
     if not ids: raise ValueError("ids is empty: decoding needs at least one token to go on from")
+    ids = [int(i) if hasattr(i, 'dtype') else i for i in ids]
     if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < target.vocab_size]:
         raise ValueError(f"ids: {bad[0]!r} is no token of {target.name}, which has 0..{target.vocab_size-1}")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1: raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number >= 1")
@@ -147,7 +146,15 @@ def check_prompt(
         raise ValueError(f"max_new_tokens={max_new_tokens}: with a prompt of {len(ids)} tokens that is more than the {most} positions of {target.name}: lower it to {max(most-len(ids), 0)} or shorten the prompt")
     return ids
 
-# %% ../../nbs/decoding/33_loop.ipynb #0758de25
+# %% ../../nbs/decoding/33_loop.ipynb #25900322
+def check_end(target, stop, eos, seed):
+    "Stop strings and end-of-sequence tokens as lists; ValueError for what can't be one, or a seed that is none."
+    stop = [stop] if isinstance(stop, str) else list(stop or ())
+    if any(not isinstance(s, str) or not s for s in stop): raise ValueError(f"stop={stop!r} must be non-empty strings")
+    if stop and target.tokenizer is None: raise ValueError(f"stop={stop!r}: {target.name} has no tokenizer to find strings with")
+    if isinstance(seed, bool) or not isinstance(seed, int): raise ValueError(f"seed={seed!r} must be a whole number")
+    return stop,eos_of(target) if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
 def decode(
     target,                       # Target
     ids,                          # prompt: token ids
@@ -162,12 +169,14 @@ def decode(
 ):
     "Yields the same Generation after each round, as it grows. FloatingPointError when the target's logits are not finite."
     ids,drafter = check_prompt(target, ids, max_new_tokens),drafter or Drafter()
-    stop,eos = ([stop] if isinstance(stop, str) else list(stop)),eos_of(target) if eos is None else tuple(eos)
-    if any(not isinstance(s, str) or not s for s in stop): raise ValueError(f"stop={stop!r} must be non-empty strings")
+    stop,eos = check_end(target, stop, eos, seed)
     probe(target)
-    start,generator = time.perf_counter(),torch.Generator().manual_seed(seed)
-    reader = Reader(target, len(ids)+max_new_tokens+64, static)
+    generator = torch.Generator().manual_seed(seed)
+    need = len(ids)+max_new_tokens
+    reader = Reader(target, -(-(need+64)//256)*256, static) # few different sizes, for those who compile; 64 for guesses
+    reader.need = need
     drafter.start(reader, sampling, generator)
+    start = time.perf_counter()
     g = Generation(list(ids), lossless=rule.lossless)
     if len(ids) > 1: reader.read(ids[:-1], rows=1)
     g.prompt_seconds = time.perf_counter()-start
