@@ -10,8 +10,8 @@ from sdsel.run import versions
 def options():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument('--models', default='smollm2-135m,qwen2.5-coder-1.5b:qwen2.5-coder-0.5b', help='comma-separated targets, each perhaps with a colon and its draft')
-    p.add_argument('--prompts', type=int, default=3)
-    p.add_argument('--tokens', type=int, default=48)
+    p.add_argument('--prompts', type=int, default=6)
+    p.add_argument('--tokens', type=int, default=64)
     p.add_argument('--seed', type=int, default=0, help='of the prompts')
     p.add_argument('--out', default=str(Path(__file__).with_suffix('.json')))
     return p.parse_args()

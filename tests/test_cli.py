@@ -1,5 +1,5 @@
 "The command line: what each command prints, and that bad input ends in one line and exit code 2."
-import json, warnings
+import io, json, warnings
 import pytest
 import sdsel.run
 from sdsel.analysis.selection import METHODS
@@ -79,7 +79,16 @@ def test_run(cli, tmp_path, monkeypatch):
     code,out,err = cli('run', 'analyze', '--models', 'bad')
     assert code == 1 and err == ['error: analyze failed for bad: ValueError: x']
 
-@pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
+def test_generate(cli, monkeypatch):
+    code,text,err = cli('generate', 'hi', '--model', 'tiny', '--method', 'lookup', '--length', 'auto', '--max-new-tokens', '12')
+    assert code == 0 and text.strip() and len(err) == 1 and '12 tokens' in err[0] and 'accepted length' in err[0]
+    d = json.loads(good(cli('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'first:2', '--width', '2', '--max-new-tokens', '12', '--temperature', '1', '--top-k', '9', '--seed', '3', '--json')))
+    assert len(d['tokens']) == 12 and d['provenance']['draft'] == 'first:2 of tiny-llama' and d['provenance']['top_k'] == 9
+    monkeypatch.setattr('sys.stdin', io.StringIO('hi'))
+    same = lambda prompt: json.loads(good(cli('generate', prompt, '--model', 'tiny', '--max-new-tokens', '4', '--json')))['prompt']
+    assert same('-') == same('hi')
+
+@pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('generate',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
 def test_help(cli, command):
     text = good(cli(*command, '--help'))
     assert 'Usage' in text and len(text.splitlines()) > 3
@@ -95,7 +104,11 @@ bad = {
     'filter': (('analyze', *small, '--filter', 'high'), "'high'"), 'filter kind': (('analyze', *small, '--filter', 'x:1'), "kind='x'"), 'strict filter': (('analyze', *small, '--filter', 'high:99nats'), 'keeps no token'),
     'k': (('select', *small, '-k', '0'), 'k=0'), 'large k': (('select', *small, '-k', '8'), 'k=8'), 'method': (('select', *small, '--method', 'x'), "method='x'"),
     'engine': (('select', *small, '--engine', 'x'), "engine='x'"), 'engine k': (('select', *small, '-k', '2', '--engine', 'specforge'), 'exactly 3'), 'default k': (('select', *small, '-k', '2', '--method', 'default'), 'k=2'),
-    'notebook': (('run', 'nope', '--models', 'tiny'), "notebook='nope'"), 'params': (('run', 'analyze', '--models', 'tiny', '--params', '{'), "params='{'"),
+    'no prompt': (('generate',), 'prompt'), 'empty prompt': (('generate', '', '--model', 'tiny'), 'empty'), 'decoding method': (('generate', 'hi', '--model', 'tiny', '--method', 'x'), "method='x'"),
+    'no draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd'), 'needs a draft'), 'draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'nope'), "'nope' is unknown"),
+    'other draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'first:9'), 'layers=9'), 'length': (('generate', 'hi', '--model', 'tiny', '--method', 'lookup', '--length', 'long'), "length='long'"),
+    'temperature': (('generate', 'hi', '--model', 'tiny', '--temperature', '-1'), 'temperature=-1'), 'new tokens': (('generate', 'hi', '--model', 'tiny', '--max-new-tokens', '0'), 'max_new_tokens=0'),
+    'stop': (('generate', 'hi', '--model', 'tiny', '--stop', ''), 'stop'), 'notebook': (('run', 'nope', '--models', 'tiny'), "notebook='nope'"), 'params': (('run', 'analyze', '--models', 'tiny', '--params', '{'), "params='{'"),
     'params list': (('run', 'analyze', '--models', 'tiny', '--params', '[1]'), 'JSON object'), 'parameter': (('run', 'analyze', '--models', 'tiny', '--params', '{"zz": 1}'), "'zz'")}
 @pytest.mark.parametrize('case', bad)
 def test_bad_input(cli, case):

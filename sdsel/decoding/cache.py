@@ -163,7 +163,7 @@ class Reader:
         self.keep(range(len(tokens)))
         return z
 
-# %% ../../nbs/decoding/31_cache.ipynb #6e3ca7b4
+# %% ../../nbs/decoding/31_cache.ipynb #85d04ac3
 def probe(
     target # Target
 ):
@@ -177,7 +177,7 @@ def probe(
         with torch.no_grad(): want = torch.cat([target.model(input_ids=torch.tensor([[*ids[:4], x]], device=target.device), use_cache=False).logits[0,-1:].float() for x in ids[4:]])
         error = ((z-want).abs().max()/want.std()).item()
     except torch.OutOfMemoryError: raise
-    except (TypeError, AttributeError, RuntimeError) as e: raise ValueError(f"{target.name}: {type(target.model).__name__} does not take positions, masks and a cache as sdsel passes them ({str(e).splitlines()[0]:.100})") from e
+    except (TypeError, AttributeError, RuntimeError, ValueError) as e: raise ValueError(f"{target.name}: {type(target.model).__name__} does not take positions, masks and a cache as sdsel passes them ({str(e).splitlines()[0]:.100})") from e
     if error > (.01 if target.dtype == torch.float32 else .5):
         raise ValueError(f"{target.name}: {type(target.model).__name__} does not read a tree of guesses like its paths (logits differ by {error:.2g} standard deviations): its attention ignores the mask or the positions")
     target.probed = True
