@@ -175,7 +175,22 @@ def fingerprint(
     if not torch.allclose(target.logits(got.final), want.logits, rtol=1e-3, atol=1e-3):
         raise ValueError(f"{target.name}: head(h={L}) is not the model's logits: this architecture rescales them in a way sdsel does not know")
 
-# %% ../nbs/02_targets.ipynb #60a7ef7a
+# %% ../nbs/02_targets.ipynb #c935532d
+def _load(name, path, dtype, options):
+    "Model and tokenizer of a folder; OSError when its files are damaged, incomplete or of different models."
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from sdsel.assets import quiet_transformers
+    quiet_transformers()
+    try: model,info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except SafetensorError as e: raise OSError(f"the weights of {name} in {path} are corrupt or truncated ({e}): delete that folder and fetch again") from e
+    if info['missing_keys']: raise OSError(f"{path} lacks {len(info['missing_keys'])} weights of {name}, the first {sorted(info['missing_keys'])[0]}: "
+                                           "an incomplete save; they would be random")
+    if info['mismatched_keys']: raise OSError(f"{path} holds weights of another shape than its config.json says, the first {sorted(info['mismatched_keys'])[0][0]}: not one model's files")
+    try: return model,AutoTokenizer.from_pretrained(path, **options)
+    except Exception as e: raise OSError(f"no usable tokenizer in {path}: {e}") from e
+
+# %% ../nbs/02_targets.ipynb #280551c0
 def default_device() -> str:
     "cuda where there is one, else cpu."
     return 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -199,8 +214,7 @@ def load_target(
 
     ValueError for an unknown name or a model that can't be read this way; OSError for missing, corrupt or incomplete files."""
     if family := tiny_family(name): return tiny_target(family, 8)
-    from sdsel.assets import quiet_transformers, resolve
-    from safetensors import SafetensorError
+    from sdsel.assets import resolve
     try: device = torch.empty(0, device=device or default_device()).device
     except (RuntimeError, AssertionError) as e: raise ValueError(f"device={device!r} can't be used ({str(e).splitlines()[0]}): try 'cpu' or 'cuda'") from None
     if isinstance(dtype, str):
@@ -208,16 +222,7 @@ def load_target(
         dtype = getattr(torch, dtype)
     dtype = dtype or (torch.float32 if device.type == 'cpu' else torch.bfloat16)
     where = resolve(name, source, accept_licence)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    quiet_transformers()
-    options = dict(local_files_only=True, trust_remote_code=trust_remote_code)
-    try: model,info = AutoModelForCausalLM.from_pretrained(where.path, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    except SafetensorError as e: raise OSError(f"the weights of {name} in {where.path} are corrupt or truncated ({e}): delete that folder and fetch again") from e
-    if info['missing_keys']: raise OSError(f"{where.path} lacks {len(info['missing_keys'])} weights of {name}, the first {sorted(info['missing_keys'])[0]}: "
-                                           "an incomplete save; they would be random")
-    if info['mismatched_keys']: raise OSError(f"{where.path} holds weights of another shape than its config.json says, the first {sorted(info['mismatched_keys'])[0][0]}: not one model's files")
-    try: tokenizer = AutoTokenizer.from_pretrained(where.path, **options)
-    except Exception as e: raise OSError(f"no usable tokenizer in {where.path}: {e}") from e
+    model,tokenizer = _load(name, where.path, dtype, dict(local_files_only=True, trust_remote_code=trust_remote_code))
     target = Target(model.to(device), tokenizer, str(name), _provenance(where.source, where.revision))
     if len(tokenizer) > target.vocab_size: raise ValueError(f"tokenizer mismatch: {len(tokenizer)} tokens, but {name} embeds only {target.vocab_size}: "
                                                             "the folder holds another model's tokenizer")

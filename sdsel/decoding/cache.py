@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, StaticLayer
 
 # %% auto #0
-__all__ = ['GrowingLayer', 'window_of', 'tree_mask', 'Reader', 'probe']
+__all__ = ['GrowingLayer', 'window_of', 'tree_mask', 'Text', 'Reader', 'probe']
 
 # %% ../../nbs/decoding/31_cache.ipynb #9fb9733f
 class GrowingLayer(StaticLayer):
@@ -81,63 +81,32 @@ def tree_mask(
         row[[length+n for n in path[max(0, first-length):]]] = 0
     return mask[None,None]
 
-# %% ../../nbs/decoding/31_cache.ipynb #7b2c4071
-def _now(device):
-    if device.type == 'cuda': torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-@torch.no_grad()
-def _forward(reader, tokens, positions, masks, rows):
-    "Logits of the last `rows` tokens; the cache grows by all of them."
-    target = reader.target
-    mask = masks[None] if None in masks else masks or None # one for all layers, one per kind, or none: plain causal
-    z = target.model(input_ids=torch.tensor([tokens], device=target.device), position_ids=torch.tensor([positions], device=target.device),
-                     attention_mask=mask, use_cache=True, logits_to_keep=rows, **{reader.cache_name: reader.cache}).logits
-    return z[0].float().clone() if reader.static else z[0].float() # a CUDA graph's output is overwritten by its next run
-
+# %% ../../nbs/decoding/31_cache.ipynb #518b79c4
 def _move(layer, start, rows):
     "Move cache rows start+rows to start, start+1, ..."
     if rows == list(range(len(rows))): return
     for x in (layer.keys, layer.values): x[:,:,start:start+len(rows)] = x[:,:,[start+r for r in rows]]
 
-# %% ../../nbs/decoding/31_cache.ipynb #3a98ce19
-class Reader:
-    "A model reading one text, with guesses on top that can be taken back."
-    def __init__(self,
-        target,            # Target
-        capacity:int=256,  # positions to allocate at first (all there will ever be if static)
-        static:bool=False, # buffers of fixed size, for torch.compile
-        layers=None        # GrowingLayers to share with another reader
-    ):
-        self.target,self.static,self.capacity,self.need,self.windows,self.shared = target,static,capacity,capacity,window_of(target),bool(layers)
-        self.cache = Cache(layers=layers or [(StaticLayer if static else GrowingLayer)(capacity) for _ in range(target.num_layers)])
-        self.cache_name = 'cache' if 'cache' in inspect.signature(target.model.forward).parameters else 'past_key_values' # transformers renames it
-        self.paths,self.chain = [],True # of each node; do the nodes form a chain?
-        self.calls,self.seconds = 0,0.
+# %% ../../nbs/decoding/31_cache.ipynb #bac4df2e
+class Text:
+    "What a cache holds: a text, and on top of it guesses (nodes), numbered as they come."
+    def __init__(self, layers):
+        self.cache = Cache(layers=layers)
+        self.paths,self.chain = [],True # of each node, from the text to itself; do the nodes form a chain?
 
     @property
     def length(self) -> int:
         "Positions of the text."
         return int(self.cache.layers[0].get_seq_length())-len(self.paths)
-    def __repr__(self): return f"Reader({self.target.name}: {self.length} tokens read, {len(self.paths)} nodes, {self.calls} calls)"
 
-    def look(self, tokens, parents=None, rows=None):
-        """Look at guesses; [n, vocabulary] float32 logits, or of the last `rows`.
-
-        Nodes are numbered on from the last look; `parents` holds the number of each one's parent, or -1 for the end of the text. Default: a chain from the newest node."""
-        t,old = self.length,len(self.paths)
-        if self.static and t+old+len(tokens) > self.capacity: raise ValueError(f"capacity={self.capacity} is too small for {t+old+len(tokens)} positions")
-        for i,p in enumerate(range(old-1, old+len(tokens)-1) if parents is None else parents, old):
+    def add(self, n, parents=None):
+        "Paths of n new nodes with these parents (-1: the end of the text), or in a chain from the newest node; ValueError for a parent that isn't there."
+        old = len(self.paths)
+        for i,p in enumerate(range(old-1, old+n-1) if parents is None else parents, old):
             if not -1 <= p < i: raise ValueError(f"parents: node {i} has the parent {p}, which must be -1 or an earlier node")
             self.chain &= p == i-1
             self.paths.append(range(i+1) if self.chain else [*(self.paths[p] if p >= 0 else []), i])
-        new = self.paths[old:]
-        width = self.capacity if self.static else t+len(self.paths)
-        masks = {} if self.chain and not self.static else {k: tree_mask(new, t, width, w, self.target.dtype).to(self.target.device) for k,w in self.windows.items()}
-        start = _now(self.target.device)
-        z = _forward(self, list(tokens), [t+len(p)-1 for p in new], masks, rows or len(tokens))
-        self.calls += 1; self.seconds += _now(self.target.device)-start
-        return z
+        return self.paths[old:]
 
     def keep(self, path):
         "Commit the nodes of one path, in order; forget all others."
@@ -155,6 +124,49 @@ class Reader:
         drop = self.length-length
         if drop < 0: raise ValueError(f"length={length}: only {self.length} tokens were read")
         for layer in self.cache.layers: layer.crop(-drop)
+
+# %% ../../nbs/decoding/31_cache.ipynb #33d845d6
+def _now(device):
+    if device.type == 'cuda': torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+@torch.no_grad()
+def _forward(reader, tokens, positions, masks, rows):
+    "Logits of the last `rows` tokens; the cache grows by all of them."
+    target = reader.target
+    mask = masks[None] if None in masks else masks or None # one for all layers, one per kind, or none: plain causal
+    z = target.model(input_ids=torch.tensor([tokens], device=target.device), position_ids=torch.tensor([positions], device=target.device),
+                     attention_mask=mask, use_cache=True, logits_to_keep=rows, **{reader.cache_name: reader.cache}).logits
+    return z[0].float().clone() if reader.static else z[0].float() # a CUDA graph's output is overwritten by its next run
+
+# %% ../../nbs/decoding/31_cache.ipynb #2b0275f9
+class Reader(Text):
+    "A model reading one text, with guesses on top that can be taken back."
+    def __init__(self,
+        target,            # Target
+        capacity:int=256,  # positions to allocate at first (all there will ever be if static)
+        static:bool=False, # buffers of fixed size, for torch.compile
+        layers=None        # GrowingLayers to share with another reader
+    ):
+        self.target,self.static,self.capacity,self.need,self.windows,self.shared = target,static,capacity,capacity,window_of(target),bool(layers)
+        super().__init__(layers or [(StaticLayer if static else GrowingLayer)(capacity) for _ in range(target.num_layers)])
+        self.cache_name = 'cache' if 'cache' in inspect.signature(target.model.forward).parameters else 'past_key_values' # transformers renames it
+        self.calls,self.seconds = 0,0.
+
+    def __repr__(self): return f"Reader({self.target.name}: {self.length} tokens read, {len(self.paths)} nodes, {self.calls} calls)"
+
+    def look(self, tokens, parents=None, rows=None):
+        """Look at guesses; [n, vocabulary] float32 logits, or of the last `rows`.
+
+        Nodes are numbered on from the last look; `parents` holds the number of each one's parent, or -1 for the end of the text. Default: a chain from the newest node."""
+        t,end = self.length,self.length+len(self.paths)+len(tokens)
+        if self.static and end > self.capacity: raise ValueError(f"capacity={self.capacity} is too small for {end} positions")
+        new,width = self.add(len(tokens), parents),self.capacity if self.static else end
+        masks = {} if self.chain and not self.static else {k: tree_mask(new, t, width, w, self.target.dtype).to(self.target.device) for k,w in self.windows.items()}
+        start = _now(self.target.device)
+        z = _forward(self, list(tokens), [t+len(p)-1 for p in new], masks, rows or len(tokens))
+        self.calls += 1; self.seconds += _now(self.target.device)-start
+        return z
 
     def read(self, tokens, rows=None):
         "Read tokens and commit them; logits as `look`. Forgets all nodes."

@@ -66,7 +66,7 @@ def drafter_for(
     check_pair(target, model)
     return DraftModel(model, **kw)
 
-# %% ../../nbs/decoding/37_generate.ipynb #bbdff9ac
+# %% ../../nbs/decoding/37_generate.ipynb #a70f3d8f
 SPEEDS = dict(auto='fast products for small batches on the CPU, the model as it is elsewhere', off='the model as it is', compile='torch.compile, with CUDA graphs on a GPU, and buffers of fixed size')
 
 def stream(
@@ -106,6 +106,7 @@ def stream(
             g.provenance = about
             yield g
 
+# %% ../../nbs/decoding/37_generate.ipynb #37b55e15
 def _costs(target, draft, speed):
     "Costs, measured once for each pair."
     known,key = vars(target).setdefault('costs', {}),(draft.name if draft else None, speed)

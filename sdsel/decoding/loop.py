@@ -38,7 +38,7 @@ class Drafter:
     def learn(self, draft, verdict):
         "What became of the last draft."
 
-# %% ../../nbs/decoding/33_loop.ipynb #209c6cec
+# %% ../../nbs/decoding/33_loop.ipynb #f528525d
 @dataclass
 class Round:
     "One pass of the target."
@@ -54,6 +54,7 @@ class Round:
         "Accepted guesses that were committed."
         return min(len(self.path), len(self.tokens))
 
+# %% ../../nbs/decoding/33_loop.ipynb #a7fab409
 @dataclass
 class Generation:
     "What was generated, how, and at what cost. Seconds include reading the prompt (`prompt_seconds`), and are those of this machine."
@@ -119,13 +120,14 @@ def cut(
         if k == most: return tokens[:k],'length'
     return tokens,None
 
-# %% ../../nbs/decoding/33_loop.ipynb #59e96f90
+# %% ../../nbs/decoding/33_loop.ipynb #2eaa4551
 def verify(draft, logits, sampling, generator):
     "The lossless rule: greedy acceptance at temperature 0, speculative sampling above."
     if sampling.greedy: return greedy_accept(draft.tokens, logits, draft.parents)
     return speculative_sample(draft.tokens, sampling.probs(logits), draft.q, draft.parents, generator)
 verify.lossless = True
 
+# %% ../../nbs/decoding/33_loop.ipynb #a62970f7
 def check_prompt(
     target, # Target
     ids,    # token ids
@@ -146,7 +148,6 @@ def check_prompt(
         raise ValueError(f"max_new_tokens={max_new_tokens}: with a prompt of {len(ids)} tokens that is more than the {most} positions of {target.name}: lower it to {max(most-len(ids), 0)} or shorten the prompt")
     return ids
 
-# %% ../../nbs/decoding/33_loop.ipynb #25900322
 def check_end(target, stop, eos, seed):
     "Stop strings and end-of-sequence tokens as lists; ValueError for what can't be one, or a seed that is none."
     stop = [stop] if isinstance(stop, str) else list(stop or ())
@@ -155,6 +156,7 @@ def check_end(target, stop, eos, seed):
     if isinstance(seed, bool) or not isinstance(seed, int): raise ValueError(f"seed={seed!r} must be a whole number")
     return stop,eos_of(target) if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
+# %% ../../nbs/decoding/33_loop.ipynb #94c1df67
 def decode(
     target,                       # Target
     ids,                          # prompt: token ids

@@ -13,7 +13,7 @@ from .loop import Draft, Drafter
 from ..targets import Target
 
 # %% auto #0
-__all__ = ['check_pair', 'grow', 'DraftModel', 'first_layers', 'FirstLayers']
+__all__ = ['check_pair', 'grow', 'chain', 'check_shape', 'DraftModel', 'first_layers', 'FirstLayers']
 
 # %% ../../nbs/decoding/35_models.ipynb #765d0377
 def check_pair(
@@ -56,7 +56,33 @@ def grow(
     number = {i: n for n,i in enumerate(kept)}
     return [tokens[i] for i in kept],[number.get(parents[i], -1) for i in kept],[seen.get(i) for i in kept]
 
-# %% ../../nbs/decoding/35_models.ipynb #16f03188
+# %% ../../nbs/decoding/35_models.ipynb #86542cef
+def chain(
+    logits,    # [1, V] after the text
+    look,      # function of ([token]) that returns the [1, V] logits after it
+    room:int,  # guesses at most
+    length,    # policy of `sdsel.decoding.length`
+    sampling,  # Sampling
+    generator  # torch.Generator
+) -> Draft:    # with the distributions `q` if tokens were drawn
+    "One guess after another, until it does not pay to go on."
+    tokens,qs,reach = [],[],1.
+    while len(tokens) < room and length.more(len(tokens), reach):
+        if tokens: logits = look(tokens[-1:])
+        if not sampling.greedy: qs.append(sampling.probs(logits))
+        tokens.append(int(draw(qs[-1], generator) if qs else logits.argmax()))
+        reach *= logits.softmax(-1).max().item()
+    return Draft(tokens, q=torch.cat(qs) if qs else None)
+
+def check_shape(length, width, nodes):
+    "The policy of a length, and the size of a tree (None for a chain); ValueError for what can't be one."
+    length = policy(length)
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1: raise ValueError(f"width={width!r} must be a whole number >= 1 (1 is a chain)")
+    if width > 1 and not isinstance(length, Fixed): raise ValueError("width: a tree needs a fixed length: pass a number")
+    if nodes is not None and (width == 1 or nodes < length.length): raise ValueError(f"nodes={nodes!r} is the size of a tree: it needs width > 1 and at least the length, {length}")
+    return length,nodes or (2*length.length if width > 1 else None)
+
+# %% ../../nbs/decoding/35_models.ipynb #aa188ef3
 class DraftModel(Drafter):
     "Guesses of a smaller model, as a chain, or as a tree when `width` > 1."
     name = 'draft model'
@@ -66,12 +92,8 @@ class DraftModel(Drafter):
         width:int=1,   # branches
         nodes:int|None=None # of a tree; default: 2 a level
     ):
-        length = policy(length)
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1: raise ValueError(f"width={width!r} must be a whole number >= 1 (1 is a chain)")
-        if width > 1 and not isinstance(length, Fixed): raise ValueError("width: a tree needs a fixed length: pass a number")
-        if nodes is not None and (width == 1 or nodes < length.length): raise ValueError(f"nodes={nodes!r} is the size of a tree: it needs width > 1 and at least the length, {length}")
-        self.model,self.length,self.width = model,length,width
-        self.nodes = nodes or (2*length.length if width > 1 else None)
+        self.model,self.width = model,width
+        self.length,self.nodes = check_shape(length, width, nodes)
 
     calls = property(lambda self: self.reader.calls)
     seconds = property(lambda self: self.reader.seconds)
@@ -89,20 +111,13 @@ class DraftModel(Drafter):
         if not self.length.more(0): self.seen = []; return Draft()
         look = lambda tokens, parents=None: self.reader.look(tokens, parents)[:,:self.vocab] # never a token the target lacks
         z = self.reader.read(ids[self.reader.length:], rows=1)[:,:self.vocab]
-        if self.width == 1: return self._chain(z, look, room)
+        if self.width == 1:
+            draft = chain(z, look, room, self.length, self.sampling, self.generator)
+            self.seen = [*range(len(draft.tokens)-1), None]
+            if draft.q is not None: draft.q = torch.nn.functional.pad(draft.q, (0, self.vocab-draft.q.shape[-1])).to(self.device)
+            return draft
         tokens,parents,self.seen = grow(z[0], look, min(self.length.length, room), self.width, self.nodes)
         return Draft(tokens, parents)
-
-    def _chain(self, z, look, room):
-        tokens,qs,reach = [],[],1.
-        while len(tokens) < room and self.length.more(len(tokens), reach):
-            if tokens: z = look(tokens[-1:])
-            if not self.sampling.greedy: qs.append(self.sampling.probs(z))
-            tokens.append(int(draw(qs[-1], self.generator) if qs else z.argmax()))
-            reach *= z.softmax(-1).max().item()
-        self.seen = [*range(len(tokens)-1), None]
-        if qs: qs = torch.nn.functional.pad(torch.cat(qs), (0, self.vocab-qs[0].shape[-1]))
-        return Draft(tokens, q=qs.to(self.device) if len(qs) else None)
 
     def learn(self, draft, verdict):
         self.reader.keep([self.seen[i] for i in verdict.path if self.seen[i] is not None])
