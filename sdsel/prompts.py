@@ -10,8 +10,8 @@ from pathlib import Path
 from .assets import data_dir, fetch_data, manifest, read_rows
 
 # %% auto #0
-__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'load_prompts', 'Encoded', 'render', 'encode', 'require_response',
-           'Preview', 'preview']
+__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'load_prompts', 'Encoded', 'render', 'encode',
+           'require_response', 'Preview', 'preview']
 
 # %% ../nbs/03_prompts.ipynb #e6b19386
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def fill(
     text = lambda v: ' '.join(map(str, v)) if isinstance(v, list) else str(v)
     return re.sub(r'\{([\w.]+)\}', lambda m: text(get(m[1])), template)
 
-# %% ../nbs/03_prompts.ipynb #7776b194
+# %% ../nbs/03_prompts.ipynb #8481f754
 def _sources(name, split):
     "(kind, where, row) of every row of a prompt source."
     if name == 'builtin':
@@ -91,10 +91,33 @@ def _sources(name, split):
         try: rows = datasets.load_dataset(name, split=split or 'train')
         except Exception as e: raise ValueError(f"prompts {name!r}: no such file, and no such data set on the hub ({type(e).__name__}: {str(e)[:150]})") from e
         for i,r in enumerate(rows, 1): yield '', f'{name}, row {i}', r
-    else: raise FileNotFoundError(f"prompts {name!r}: no such file. Give a .jsonl file, a hub data set (org/name), 'builtin', or one of {', '.join(sets)}")
+    else: raise FileNotFoundError(f"prompts {name!r}: no such file. Give a .jsonl file, a hub data set (org/name), 'builtin', 'gym:NAME', or one of {', '.join(sets)}")
 
+# %% ../nbs/03_prompts.ipynb #9604290c
+def _generated(name, n, seed):
+    "Prompts of a reasoning-gym generator."
+    try: import reasoning_gym
+    except ImportError: raise ValueError(f"prompts 'gym:{name}' need reasoning-gym: pip install reasoning-gym") from None
+    try: rows = reasoning_gym.create_dataset(name, size=n, seed=seed)
+    except ValueError as e: raise ValueError(f"prompts 'gym:{name}': reasoning-gym has no such generator ({e})") from None
+    template = getattr(rows, 'task_indices', None)
+    return PromptSet(f'gym:{name}', tuple(as_prompt(dict(prompt=r['question']), f'{name}-{seed}-{i}', f'template-{template[i]}' if template else name) for i,r in zip(range(n), rows)))
+
+# %% ../nbs/03_prompts.ipynb #549218b6
+def hold_out(
+    prompts,    # PromptSet
+    n:int,      # kinds to hold out
+    seed:int=0
+) -> tuple[PromptSet, PromptSet]: # without those kinds, and only them
+    "Split by kind: no kind is in both; ValueError where nothing would be left."
+    kinds = sorted(prompts.kinds)
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 < n < len(kinds): raise ValueError(f"n={n!r} must be between 1 and {len(kinds)-1}: {prompts.name} has {len(kinds)} kinds")
+    out = set(random.Random(seed).sample(kinds, n))
+    return tuple(PromptSet(prompts.name, tuple(p for p in prompts if (p.kind in out) == held)) for held in (False, True))
+
+# %% ../nbs/03_prompts.ipynb #ce5fa268
 def load_prompts(
-    name_or_path='builtin', # 'builtin', a manifest data set, a JSON-lines file, or a Hugging Face data set
+    name_or_path='builtin', # 'builtin', a manifest data set, a JSON-lines file, a Hugging Face data set, or 'gym:NAME' of reasoning-gym
     n:int|None=None,        # how many; default all
     seed:int=0,             # of the sample
     split:str|None=None     # of a Hugging Face data set
@@ -103,6 +126,7 @@ def load_prompts(
 
     FileNotFoundError or ValueError for a missing, empty or damaged source, and for an n it can't give."""
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1): raise ValueError(f"n={n!r} must be a whole number >= 1")
+    if str(name_or_path).startswith('gym:'): return _generated(str(name_or_path)[4:], n or 500, seed)
     prompts = [as_prompt(r, where, kind) for kind,where,r in _sources(str(name_or_path), split)]
     if not prompts: raise ValueError(f"prompts {str(name_or_path)!r} is empty: no rows")
     if n is not None:
