@@ -46,23 +46,23 @@ def step_loss(
     if not mask.any(): raise ValueError("loss_mask is all zero: no row has anything to learn from")
     return ((ce-torch.special.entr(p).sum(-1)*(mode == 'kl'))*mask).sum()/mask.sum()
 
-# %% ../../nbs/draft/32_losses.ipynb #0aa0712f
+# %% ../../nbs/draft/32_losses.ipynb #a5401cc4
 class HeadLoss(torch.autograd.Function):
-    "Weighted sum of cross-entropies through a head, and for each row whether its most probable token is `tokens`; blocks of rows at a time."
+    "Sum of cross-entropies of rows [M, H] through a head [Vd, H] to `p[which]`, and whether each row's most probable token is `tokens`; blocks of rows at a time."
     @staticmethod
-    def forward(ctx, h, head, p, weight, tokens, block=512):
+    def forward(ctx, h, head, p, which, tokens, block=512):
         grad_h,grad_head,total,hits = torch.empty_like(h),torch.zeros_like(head, dtype=torch.float32),h.new_zeros((), dtype=torch.float64),[]
         for s in range(0, len(h), block):
-            rows = slice(s, s+block)
-            z = (h[rows]@head.T).float()
-            hits.append(z.argmax(-1) == tokens[rows])
+            x,want = h[s:s+block],p[which[s:s+block]]
+            z = (x@head.to(x.dtype).T).float()
+            hits.append(z.argmax(-1) == tokens[s:s+block])
             z -= z.logsumexp(-1, keepdim=True)
-            total -= ((p[rows]*z).sum(-1)*weight[rows]).sum(dtype=torch.float64)
-            z = z.exp_().sub_(p[rows]).mul_(weight[rows,None]).to(h.dtype)
-            grad_h[rows] = z@head
-            grad_head += z.T@h[rows]
+            total -= (want*z).sum(dtype=torch.float64)
+            z = z.exp_().sub_(want).to(x.dtype)
+            grad_h[s:s+block] = z@head.to(x.dtype)
+            grad_head += z.T@x
         ctx.save_for_backward(grad_h, grad_head.to(head.dtype))
-        hits = torch.cat(hits)
+        hits = torch.cat(hits) if hits else tokens.bool()
         ctx.mark_non_differentiable(hits)
         return total.to(p.dtype),hits
 
