@@ -34,7 +34,7 @@ def find_final_norm(
     norms = [m for name,m in owner.named_children() if 'norm' in type(m).__name__.lower() or 'norm' in name.lower()]
     return norms[-1] if norms else nn.Identity()
 
-# %% ../nbs/02_targets.ipynb #b6e731b5
+# %% ../nbs/02_targets.ipynb #bb79c44e
 @dataclass
 class Captured:
     "What one forward pass showed."
@@ -42,8 +42,8 @@ class Captured:
     final:torch.Tensor # [batch, time, d] all states as the head reads them, after the final norm
 
 @contextlib.contextmanager
-def watch(target, layers, pick):
-    "Hooks around forward passes: the dict given holds `pick`ed states by boundary and all states at the head as 'final'."
+def watch(target, layers, pick, head=True):
+    "Hooks around forward passes: the dict given holds `pick`ed states by boundary and, with `head`, all states there as 'final' (the head then sees the last row only)."
     seen,L = {},target.num_layers
     def before(h):
         def hook(mod, args, kwargs): seen[h] = pick(args[0] if args else kwargs['hidden_states'], h)
@@ -56,7 +56,7 @@ def watch(target, layers, pick):
         for h in layers:
             hooks.callback((target.blocks[-1].register_forward_hook(after) if h == L else
                             target.blocks[h].register_forward_pre_hook(before(h), with_kwargs=True)).remove)
-        hooks.callback(target.head.register_forward_pre_hook(at_head).remove)
+        if head: hooks.callback(target.head.register_forward_pre_hook(at_head).remove)
         yield seen
 
 # %% ../nbs/02_targets.ipynb #c405623e

@@ -33,26 +33,26 @@ def prompt_ids(
     if isinstance(prompt, dict): prompt = as_prompt(prompt, 'prompt')
     return encode(target.tokenizer, [prompt], raw, max_length=1<<30)[0].ids
 
-# %% ../../nbs/decoding/27_generate.ipynb #b70b1193
-METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', lookup='speculative decoding with guesses copied from the text')
+# %% ../../nbs/decoding/27_generate.ipynb #cf4fce38
+METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', eagle3='speculative decoding with an EAGLE-3 draft', lookup='speculative decoding with guesses copied from the text')
 
 def check_method(method, draft, length, width):
     "ValueError for parts that can't go together, whatever the models."
     if method not in METHODS: raise ValueError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-    if (draft is not None) != (method == 'sd'):
-        raise ValueError("method='sd' needs a draft: a model with the same tokenizer, or 'first:N' for the target's own first N layers" if draft is None else
-                         f"draft={draft!r} is of no use with method={method!r}: pass method='sd'")
+    wanted = dict(sd="a model with the same tokenizer, or 'first:N' for the target's own first N layers", eagle3="an Eagle3Draft, or the folder of one").get(method)
+    if draft is None and wanted: raise ValueError(f"method={method!r} needs a draft: {wanted}")
+    if draft is not None and not wanted: raise ValueError(f"draft={draft!r} is of no use with method={method!r}: pass method='sd' or 'eagle3'")
     if isinstance(length, str) and length != 'auto': raise ValueError(f"length={length!r} must be a whole number or 'auto'")
-    if length == 'auto' and isinstance(width, int) and width > 1: raise ValueError("length='auto' is for chains: give a tree (width > 1) a number")
+    if length == 'auto' and isinstance(width, int) and width > 1 or length == 'auto' and isinstance(width, tuple): raise ValueError("length='auto' is for chains: give a tree (width > 1) a number")
     if length != 'auto': policy(length)
     if isinstance(draft, str) and draft.startswith('first:') and not draft[6:].isdigit(): raise ValueError(f"draft={draft!r}: write 'first:N' with a whole number of layers, e.g. 'first:4'")
 
 def drafter_for(
     target:Target,
     method:str,        # of METHODS
-    draft=None,        # for 'sd': a Target, a model's name, or 'first:N' for the target's own first N layers
+    draft=None,        # for 'sd': a Target, a model's name, or 'first:N' for the target's own first N layers; for 'eagle3': an Eagle3Draft or its folder
     length=5,          # guesses per round, or 'auto': by measured costs and the acceptance of late
-    width:int=1,       # > 1: a tree
+    width=1,           # > 1: a tree; a tuple: one of fixed shape
     **load             # of `load_target`, when draft is a name
 ) -> Drafter:
     "The drafter of a method; ValueError when the parts do not fit."
@@ -60,22 +60,26 @@ def drafter_for(
     if method == 'ar': return Drafter()
     kw = dict(length=5 if length == 'auto' else length, width=width) # 'auto' is set when costs can be measured
     if method == 'lookup': return Lookup(**kw)
+    if method == 'eagle3':
+        from sdsel.decoding.eagle3 import Eagle3
+        from sdsel.draft.checkpoints import load_draft
+        return Eagle3(draft if hasattr(draft, 'fuse') else load_draft(draft, target), **kw)
     if isinstance(draft, str) and draft.startswith('first:'):
         return FirstLayers(target, int(draft[6:]), **kw)
     model = draft if isinstance(draft, Target) else load_target(draft, device=target.device, dtype=target.dtype, **load)
     check_pair(target, model)
     return DraftModel(model, **kw)
 
-# %% ../../nbs/decoding/27_generate.ipynb #a70f3d8f
+# %% ../../nbs/decoding/27_generate.ipynb #4e1703d8
 SPEEDS = dict(auto='fast products for small batches on the CPU, the model as it is elsewhere', off='the model as it is', compile='torch.compile, with CUDA graphs on a GPU, and buffers of fixed size')
 
 def stream(
     target,               # Target, or a model's name
     prompt,               # see `prompt_ids`
     method:str='ar',      # of METHODS
-    draft=None,           # for 'sd': a Target, a model's name, or 'first:N'
+    draft=None,           # for 'sd': a Target, a model's name, or 'first:N'; for 'eagle3': an Eagle3Draft or its folder
     length=5,             # guesses per round, or 'auto'
-    width:int=1,          # > 1: a tree of guesses
+    width=1,              # > 1: a tree of guesses; a tuple: children of each node, level by level
     max_new_tokens:int=128,
     temperature:float=0., # 0: greedy
     top_k:int=0, top_p:float=1.,

@@ -13,7 +13,7 @@ from .loop import Draft, Drafter
 from ..targets import Target
 
 # %% auto #0
-__all__ = ['check_pair', 'grow', 'chain', 'check_shape', 'DraftModel', 'first_layers', 'FirstLayers']
+__all__ = ['check_pair', 'grow', 'fixed_tree', 'chain', 'check_shape', 'DraftModel', 'first_layers', 'FirstLayers']
 
 # %% ../../nbs/decoding/25_models.ipynb #765d0377
 def check_pair(
@@ -56,7 +56,22 @@ def grow(
     number = {i: n for n,i in enumerate(kept)}
     return [tokens[i] for i in kept],[number.get(parents[i], -1) for i in kept],[seen.get(i) for i in kept]
 
-# %% ../../nbs/decoding/25_models.ipynb #86542cef
+# %% ../../nbs/decoding/25_models.ipynb #48620e6d
+def fixed_tree(
+    logits,   # [V] after the text
+    look,     # as in `grow`
+    shape     # children of each node, level by level
+):            # as of `grow`
+    "A tree whose shape is given: each node has its most probable children, as in EAGLE's first version."
+    tokens,parents,level,rows = [],[],[-1],logits[None]
+    for d,n in enumerate(shape):
+        new = [(p, x) for p,xs in zip(level, rows.topk(min(n, rows.shape[-1])).indices.tolist()) for x in xs]
+        level = range(len(tokens), len(tokens)+len(new))
+        parents += [p for p,_ in new]; tokens += [x for _,x in new]
+        if d < len(shape)-1: rows = look([tokens[i] for i in level], [parents[i] for i in level])
+    return tokens,parents,[i if i < level[0] else None for i in range(len(tokens))] # the last level was not looked at
+
+# %% ../../nbs/decoding/25_models.ipynb #c2a4c031
 def chain(
     logits,    # [1, V] after the text
     look,      # function of ([token]) that returns the [1, V] logits after it
@@ -76,20 +91,23 @@ def chain(
 
 def check_shape(length, width, nodes):
     "The policy of a length, and the size of a tree (None for a chain); ValueError for what can't be one."
+    if isinstance(width, tuple):
+        if not width or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in width) or nodes: raise ValueError(f"width={width!r} must be whole numbers >= 1, the children of a node at each level, and needs no `nodes`")
+        return policy(len(width)),None
     length = policy(length)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1: raise ValueError(f"width={width!r} must be a whole number >= 1 (1 is a chain)")
     if width > 1 and not isinstance(length, Fixed): raise ValueError("width: a tree needs a fixed length: pass a number")
     if nodes is not None and (width == 1 or nodes < length.length): raise ValueError(f"nodes={nodes!r} is the size of a tree: it needs width > 1 and at least the length, {length}")
     return length,nodes or (2*length.length if width > 1 else None)
 
-# %% ../../nbs/decoding/25_models.ipynb #aa188ef3
+# %% ../../nbs/decoding/25_models.ipynb #cd370e28
 class DraftModel(Drafter):
     "Guesses of a smaller model, as a chain, or as a tree when `width` > 1."
     name = 'draft model'
     def __init__(self,
         model,         # Target, with the target's tokenizer
         length=5,      # guesses in a chain (a number, or a policy of `sdsel.decoding.length`), levels of a tree
-        width:int=1,   # branches
+        width=1,       # branches of a tree grown by probability, or a tuple: children of each node, level by level
         nodes:int|None=None # of a tree; default: 2 a level
     ):
         self.model,self.width = model,width
@@ -98,26 +116,28 @@ class DraftModel(Drafter):
     calls = property(lambda self: self.reader.calls)
     seconds = property(lambda self: self.reader.seconds)
 
+    def fits(self, reader): check_pair(reader.target, self.model); probe(self.model)
     def start(self, reader, sampling, generator):
-        check_pair(reader.target, self.model)
+        self.fits(reader)
         most = getattr(self.model.config, 'max_position_embeddings', None)
         if most and reader.need > most: raise ValueError(f"draft={self.model.name!r} has only {most} positions; prompt and new tokens need {reader.need}: lower max_new_tokens")
-        probe(self.model)
         self.sampling,self.generator,self.vocab,self.device = sampling,generator,reader.target.vocab_size,reader.target.device
         self.reader = self.reader_for(reader)
     def reader_for(self, reader): return Reader(self.model, reader.capacity, reader.static)
 
     def propose(self, ids, room):
         if not self.length.more(0): self.seen = []; return Draft()
-        look = lambda tokens, parents=None: self.reader.look(tokens, parents)[:,:self.vocab] # never a token the target lacks
-        z = self.reader.read(ids[self.reader.length:], rows=1)[:,:self.vocab]
+        z = self.begin(ids)
         if self.width == 1:
-            draft = chain(z, look, room, self.length, self.sampling, self.generator)
+            draft = chain(z, self.look, room, self.length, self.sampling, self.generator)
             self.seen = [*range(len(draft.tokens)-1), None]
-            if draft.q is not None: draft.q = torch.nn.functional.pad(draft.q, (0, self.vocab-draft.q.shape[-1])).to(self.device)
-            return draft
-        tokens,parents,self.seen = grow(z[0], look, min(self.length.length, room), self.width, self.nodes)
+            return draft if draft.q is None else Draft(draft.tokens, q=self.spread(draft.q).to(self.device))
+        tokens,parents,self.seen = fixed_tree(z[0], self.look, self.width[:room]) if isinstance(self.width, tuple) else grow(z[0], self.look, min(self.length.length, room), self.width, self.nodes)
         return Draft(tokens, parents)
+
+    def begin(self, ids): "Logits after the text, which is read as far as it is new."; return self.reader.read(ids[self.reader.length:], rows=1)[:,:self.vocab] # never a token the target lacks
+    def look(self, tokens, parents=None): "Logits of new nodes."; return self.reader.look(tokens, parents)[:,:self.vocab]
+    def spread(self, q): "[n, V] probabilities over the target's vocabulary."; return torch.nn.functional.pad(q, (0, self.vocab-q.shape[-1]))
 
     def learn(self, draft, verdict):
         self.reader.keep([self.seen[i] for i in verdict.path if self.seen[i] is not None])

@@ -146,7 +146,7 @@ def extended(
     o = _causal(q, torch.cat([one, k[:,:,1:]], 2), torch.cat([one, v[:,:,1:]], 2), scale)[:,:,1:]
     return o[...,:d],o[...,d]
 
-# %% ../../nbs/draft/31_eagle3.ipynb #c49b36d3
+# %% ../../nbs/draft/31_eagle3.ipynb #26321a17
 class Eagle3Draft(nn.Module):
     "The draft network. `vocabulary`: [Vd] target ids, ascending; default: the first Vd."
     def __init__(self, config:Eagle3Config, vocabulary=None):
@@ -173,6 +173,7 @@ class Eagle3Draft(nn.Module):
     dtype = property(lambda self: self.fc.weight.dtype)
     model = property(lambda self: self) # as a `Reader` sees it
     num_layers = property(lambda self: len(self.layers))
+    probed = True # its layer is ours
     vocab_size = property(lambda self: len(self.d2t))
     name = property(lambda self: f"EAGLE-3 draft of {self.eagle.target} from {', '.join(map(str, self.eagle.layers))}")
     provenance = property(lambda self: {**self.eagle.about, 'layers': list(self.eagle.layers)})

@@ -25,7 +25,7 @@ def soft_targets(
     "The target's probabilities over the draft's vocabulary."
     return target_logits[...,vocabulary].float().softmax(-1)
 
-# %% ../../nbs/draft/32_losses.ipynb #0110e541
+# %% ../../nbs/draft/32_losses.ipynb #cb8c5f12
 def step_loss(
     logits,        # [B, S, Vd] of step i
     target_logits, # [B, S, V]
@@ -36,11 +36,11 @@ def step_loss(
 ):
     "Loss of one step of the training-time test; ValueError for a mask that leaves nothing."
     if mode not in ('kl', 'ce', 'eagle'): raise ValueError(f"mode={mode!r} must be 'kl', 'ce' or 'eagle'")
-    p = shift(soft_targets(target_logits, vocabulary), i)
+    ahead = shift(target_logits, i)
+    p = soft_targets(ahead, vocabulary)
     ce = -(p*logits.float().log_softmax(-1)).sum(-1)
     if mode == 'eagle':
-        known = shift(torch.isin(target_logits.argmax(-1), vocabulary), i)
-        mask = F.pad(loss_mask[:,i:], (0, i))*known
+        mask = F.pad(loss_mask[:,i:], (0, i))*torch.isin(ahead.argmax(-1), vocabulary)
         return (ce*mask).sum()/mask.numel()
     mask = shift(loss_mask, i).float()
     if not mask.any(): raise ValueError("loss_mask is all zero: no row has anything to learn from")

@@ -16,7 +16,7 @@ from .losses import HeadLoss
 from ..targets import rescale
 
 # %% auto #0
-__all__ = ['SCHEDULES', 'TrainConfig', 'Lesson', 'batches', 'row_counts', 'Trainer', 'train_step', 'train']
+__all__ = ['SCHEDULES', 'TrainConfig', 'Lesson', 'batches', 'row_counts', 'Trainer', 'train_step', 'train', 'simulated_length']
 
 # %% ../../nbs/draft/34_training.ipynb #399164e2
 SCHEDULES = dict(cosine=lambda x: .5*(1+math.cos(math.pi*x)), linear=lambda x: 1-x, constant=lambda x: 1.)
@@ -267,3 +267,25 @@ def train(
             for n,p in t.draft.named_parameters():
                 if p.requires_grad: p.copy_(t.average[n])
     return t
+
+# %% ../../nbs/draft/34_training.ipynb #92fac323
+@torch.no_grad()
+def simulated_length(
+    draft,     # Eagle3Draft
+    source,    # Features or Online
+    steps:int=5,
+    batch:int=16
+) -> tuple[float, list[float]]: # tokens per round with the bonus, and for each step the share of rows where all guesses up to it are right
+    "Teacher-forced accepted length over rows with `steps` own words of the target ahead."
+    right,n = torch.zeros(steps),0
+    for part in batches(source.lengths, batch, 0, 0):
+        b = source.batch(part).to(draft.device, draft.dtype)
+        S = b.ids.shape[1]
+        ahead = torch.nn.functional.pad(b.mask, (0, steps+1))
+        rows = torch.stack([ahead[:,1+i:1+i+S] for i in range(steps)]).all(0)
+        at = rows.nonzero(as_tuple=True)
+        hits = [draft.vocabulary[draft.logits(h).argmax(-1)] == b.ids[at[0],at[1]+2+i] for i,h in enumerate(draft.unroll(b.ids, b.aux, steps, rows))]
+        right += torch.stack(hits).cumprod(0).sum(1).cpu(); n += len(at[0])
+    if not n: raise ValueError(f"steps={steps}: no answer is that long")
+    share = (right/n).tolist()
+    return 1+sum(share),share
