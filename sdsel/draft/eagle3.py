@@ -196,7 +196,7 @@ class Eagle3Draft(nn.Module):
     @classmethod
     def from_pretrained(cls, path, **kw): "See `sdsel.draft.checkpoints.load_draft`."; from sdsel.draft.checkpoints import load_draft; return load_draft(path, **kw)
 
-# %% ../../nbs/draft/31_eagle3.ipynb #d12909dd
+# %% ../../nbs/draft/31_eagle3.ipynb #de09d73e
 def unroll(
     draft,       # Eagle3Draft
     input_ids,   # [B, S] token ids, padded on the right if at all
@@ -216,7 +216,7 @@ def unroll(
     h,every = draft.fuse(aux).flatten(0, 1),torch.arange(B*S, device=aux.device) % S
     for i in range(steps):
         at = every if i == 0 else t+i
-        e = draft.embed_tokens(input_ids.roll(-1-i, 1).flatten()[slice(None) if i == 0 else picked])
+        e = draft.embed_tokens(F.pad(input_ids[:,1+i:], (0, min(1+i, S))).flatten()[slice(None) if i == 0 else picked])
         cos,sin = (x[0] for x in draft.rotary(h, at[None]))
         for l,layer in enumerate(draft.layers):
             last = i == 0 and l == draft.num_layers-1

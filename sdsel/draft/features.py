@@ -126,7 +126,7 @@ def store_features(
 
 def _shard(folder, i): return Path(folder)/f'features-{i:05}.safetensors'
 
-# %% ../../nbs/draft/33_features.ipynb #566ad864
+# %% ../../nbs/draft/33_features.ipynb #6dc24705
 class Features:
     "States from a folder of `store_features`, memory-mapped."
     def __init__(self,
@@ -134,7 +134,7 @@ class Features:
         layers=None # boundary indices among those stored; default all
     ):
         from safetensors import SafetensorError, safe_open
-        path = Path(path)
+        path = self.path = Path(path)
         if not (path/'about.json').exists(): raise FileNotFoundError(f"no features in {path}: make them with store_features")
         self.about = json.loads((path/'about.json').read_text())
         if self.about['convention'] != CONVENTION: raise ValueError(f"{path} was stored under another layer convention ({self.about['convention']}): store again")
