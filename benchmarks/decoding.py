@@ -1,14 +1,12 @@
 "sdsel's decoding against transformers' own generate and assisted generation, all sides in one run. See README.md."
 import argparse, json, os, statistics, sys, time
 from pathlib import Path
-import numpy as np
-import torch
 from sdsel import load_prompts, load_target
 from sdsel.assets import atomic
 from sdsel.decoding.cache import Reader
 from sdsel.decoding.generate import generate, prompt_ids
 from sdsel.decoding.kernels import fast_linears
-from sdsel.evaluation.metrics import divergence, paired_ratio
+from sdsel.evaluation.compare import compare, digest, reference
 from sdsel.run import versions
 
 def options():
@@ -38,37 +36,6 @@ def passes(target, repeats, rows=(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16), context=64
             took[n].append(timed(lambda: r.look(list(range(200, 200+n))))[0]); r.keep([])
     return {n: statistics.median(t[1:]) for n,t in took.items()}
 
-def theirs(target, ids, tokens, draft=None, length=None):
-    "New tokens of transformers' generate, plain or assisted."
-    kw = dict(max_new_tokens=tokens, do_sample=False, attention_mask=torch.ones(1, len(ids), dtype=torch.long))
-    if draft is not None:
-        c = draft.model.generation_config
-        c.num_assistant_tokens,c.num_assistant_tokens_schedule,c.assistant_confidence_threshold = length,'constant',0.
-        kw.update(assistant_model=draft.model)
-    return target.model.generate(torch.tensor([ids]), **kw)[0,len(ids):].tolist()
-
-def compare(sides, target, prompt, turn):
-    "One row: all sides on one prompt, in turning order; texts are compared with the first side's."
-    ids,row,texts,names = prompt_ids(target, prompt),dict(prompt=prompt.id, kind=prompt.kind, seconds={}, tokens={}, rounds={}, bookkeeping={}),{},list(sides)
-    for side in names[turn % len(names):]+names[:turn % len(names)]:
-        row['seconds'][side],out = timed(lambda: sides[side](ids))
-        texts[side] = out if isinstance(out, list) else out.tokens
-        row['tokens'][side] = len(texts[side])
-        if not isinstance(out, list): row['rounds'][side],row['bookkeeping'][side] = len(out.rounds),out.bookkeeping
-    row['divergence'] = {s: d for s,t in texts.items() if (d := divergence(target, ids, texts[names[0]], t))}
-    return row
-
-def digest(rows):
-    sides = list(rows[0]['seconds'])
-    per = lambda s: np.array([r['seconds'][s]/r['tokens'][s] for r in rows]) # texts can differ in length only after a tie
-    mine = [s for s in sides if s in rows[0]['rounds']]
-    return dict(prompts=len(rows), kinds=sorted({r['kind'] for r in rows}), tokens=sum(sum(r['tokens'].values()) for r in rows),
-                tokens_per_second={s: sum(r['tokens'][s] for r in rows)/sum(r['seconds'][s] for r in rows) for s in sides},
-                accepted_length_with_bonus={s: sum(r['tokens'][s] for r in rows)/sum(r['rounds'][s] for r in rows) for s in mine},
-                bookkeeping={s: float(np.average([r['bookkeeping'][s] for r in rows], weights=[r['seconds'][s] for r in rows])) for s in mine},
-                divergences=[dict(prompt=r['prompt'], side=s, **d) for r in rows for s,d in r['divergence'].items()],
-                speedup={s: {b: paired_ratio(per(b), per(s)) for b in sides if b != s} for s in mine})
-
 def main():
     o = options()
     prompts = load_prompts(n=o.prompts, seed=o.seed)
@@ -83,9 +50,9 @@ def main():
         with fast_linears(t): after = passes(t, o.repeats)
         result['passes'][t.name] = dict(linear=before, fast=after, kernels=[k.__name__ for k in t.fast[:17]], six_rows_to_one=after[6]/after[1], one_row_fast_to_linear=before[1]/after[1])
         print(t.name, result['passes'][t.name], flush=True)
-    jobs = {f'plain {o.small}': (small, {'generate': lambda ids: theirs(small, ids, o.tokens), 'sdsel ar': lambda ids: generate(small, ids, max_new_tokens=o.tokens),
+    jobs = {f'plain {o.small}': (small, {'generate': lambda ids: reference(small, ids, o.tokens), 'sdsel ar': lambda ids: generate(small, ids, max_new_tokens=o.tokens),
                                          'sdsel lookup': lambda ids: generate(small, ids, method='lookup', length='auto', max_new_tokens=o.tokens)}),
-            f'{o.draft} to {o.target}': (target, {'generate': lambda ids: theirs(target, ids, o.tokens), 'assisted generation': lambda ids: theirs(target, ids, o.tokens, draft, o.length),
+            f'{o.draft} to {o.target}': (target, {'generate': lambda ids: reference(target, ids, o.tokens), 'assisted generation': lambda ids: reference(target, ids, o.tokens, draft, o.length),
                                          'sdsel ar': lambda ids: generate(target, ids, max_new_tokens=o.tokens),
                                          'sdsel sd': lambda ids: generate(target, ids, method='sd', draft=draft, length=o.length, max_new_tokens=o.tokens),
                                          'sdsel sd auto': lambda ids: generate(target, ids, method='sd', draft=draft, length='auto', max_new_tokens=o.tokens)})}

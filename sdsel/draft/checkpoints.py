@@ -12,7 +12,7 @@ from .eagle3 import Eagle3Config, Eagle3Draft
 from ..layers import engine_ids
 
 # %% auto #0
-__all__ = ['save_draft', 'load_draft', 'attach']
+__all__ = ['save_draft', 'load_draft', 'attach', 'export_draft']
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #89d5f108
 _FLAGS = 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'norm_output'
@@ -149,3 +149,26 @@ def attach(
     if own.shape == draft.embed_tokens.weight.shape: draft.embed_tokens.weight = torch.nn.Parameter(own.to(draft.dtype), requires_grad=False) # shared where the type is the same
     elif not getattr(draft, 'embedded', True): raise ValueError(f"draft: it needs an embedding of shape {tuple(draft.embed_tokens.weight.shape)}, which neither its files nor {target.name} hold")
     return draft
+
+# %% ../../nbs/draft/35_checkpoints.ipynb #cc240dc1
+def export_draft(
+    draft,        # Eagle3Draft, or the folder of one
+    path,         # folder to write
+    format:str='speculators', # of FORMATS
+    length:int=5, # guesses per round that the engine should make
+    dtype=None,   # of the weights, a torch dtype or its name
+    target=None   # Target or its name, for drafts of others that don't say how deep theirs is
+) -> Path:
+    "Write a draft for an engine and read it back: every tensor must be equal bit by bit."
+    from sdsel.targets import Target, load_target
+    if format not in FORMATS: raise ValueError(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
+    if isinstance(dtype, str):
+        if not isinstance(getattr(torch, dtype, None), torch.dtype): raise ValueError(f"dtype={dtype!r} is not a torch dtype: try 'float32' or 'bfloat16'")
+        dtype = getattr(torch, dtype)
+    if target is not None and not isinstance(target, Target): target = load_target(target)
+    if not isinstance(draft, Eagle3Draft): draft = load_draft(draft, target)
+    path = save_draft(draft, path, format, length, dtype=dtype)
+    again = load_draft(path).state_dict()
+    for n,x in draft.state_dict().items():
+        if n != 'embed_tokens.weight' and not torch.equal(again[n], (x.to(dtype) if dtype and x.is_floating_point() else x).cpu()): raise OSError(f"{path}: {n} read back differs from what was written: the disk is failing")
+    return path
