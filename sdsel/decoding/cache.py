@@ -131,7 +131,7 @@ def cache_argument(model, cache) -> dict:
     "The cache as the argument of `model` that takes it; transformers renames it."
     return {'cache' if 'cache' in inspect.signature(model.forward).parameters else 'past_key_values': cache}
 
-# %% ../../nbs/decoding/21_cache.ipynb #2e25bb3d
+# %% ../../nbs/decoding/21_cache.ipynb #dd051787
 def _now(device):
     if device.type == 'cuda': torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -145,11 +145,11 @@ def _forward(reader, tokens, positions, masks, rows, states):
     with watch(target, reader.boundaries, lambda x, h: x[0], head=False) if reader.boundaries else contextlib.nullcontext() as seen:
         out = target.model(input_ids=torch.tensor([tokens], device=target.device), position_ids=torch.tensor([positions], device=target.device),
                            attention_mask=mask, use_cache=True, logits_to_keep=rows, **more, **cache_argument(target.model, reader.cache))
-    if seen: reader.states = torch.cat([seen[h] for h in reader.boundaries], -1)
-    elif more: reader.states = out.states[0]
+    new = torch.cat([seen[h] for h in reader.boundaries], -1) if seen else out.states[0] if more else None
+    reader.states = new if reader.states is None or new is None else torch.cat([reader.states, new])
     return out.logits[0].float().clone() if reader.static else out.logits[0].float() # a CUDA graph's output is overwritten by its next run
 
-# %% ../../nbs/decoding/21_cache.ipynb #02081e85
+# %% ../../nbs/decoding/21_cache.ipynb #5d124062
 class Reader(Text):
     "A model reading one text, with guesses on top that can be taken back."
     def __init__(self,
@@ -161,7 +161,7 @@ class Reader(Text):
         self.target,self.static,self.capacity,self.need,self.windows,self.shared = target,static,capacity,capacity,window_of(target),bool(layers)
         super().__init__(layers or [(StaticLayer if static else GrowingLayer)(capacity) for _ in range(target.num_layers)])
         self.calls,self.seconds = 0,0.
-        self.boundaries,self.states = (),None # what to capture in each pass, and [n, k*width] the states of its n rows
+        self.boundaries,self.states,self.kept = (),None,[] # what to capture in each pass; states of the nodes, [n, k*width], and of what was committed
 
     def __repr__(self): return f"Reader({self.target.name}: {self.length} tokens read, {len(self.paths)} nodes, {self.calls} calls)"
 
@@ -177,6 +177,12 @@ class Reader(Text):
         z = _forward(self, list(tokens), [t+len(p)-1 for p in new], masks, rows or len(tokens), states)
         self.calls += 1; self.seconds += _now(self.target.device)-start
         return z
+
+    def keep(self, path):
+        "Commit the nodes of one path, and their states; forget all others."
+        path = list(path)
+        super().keep(path)
+        if self.states is not None: self.kept.append(self.states[path]); self.states = None
 
     def read(self, tokens, rows=None, states=None):
         "Read tokens and commit them; logits as `look`. Forgets all nodes."

@@ -12,7 +12,7 @@ from ..draft.checkpoints import attach
 # %% auto #0
 __all__ = ['Eagle3']
 
-# %% ../../nbs/decoding/36_eagle3.ipynb #8848b77a
+# %% ../../nbs/decoding/36_eagle3.ipynb #f539301f
 class Eagle3(DraftModel):
     "Guesses of an EAGLE-3 draft; arguments are those of `DraftModel`."
     name = 'EAGLE-3'
@@ -20,31 +20,22 @@ class Eagle3(DraftModel):
 
     def start(self, reader, sampling, generator):
         super().start(reader, sampling, generator)
-        self.target,reader.boundaries,self.new = reader,self.model.eagle.layers,[]
-        self.ids = self.model.vocabulary.tolist()
+        self.target,reader.boundaries,self.ids = reader,self.model.eagle.layers,self.model.vocabulary.tolist()
 
     def propose(self, ids, room):
-        if self.target.states is None: self.seen = []; return Draft() # a prompt of one token: nothing was read yet
-        if self.reader.length == 0 and not self.new: self.new.append(self.target.states) # the prompt's
+        if not self.target.length: self.seen = []; return Draft() # a prompt of one token: there is no state yet
         draft = super().propose(ids, room)
-        draft.tokens = [self.ids[x] for x in draft.tokens]
-        return draft
+        return Draft([self.ids[x] for x in draft.tokens], draft.parents, draft.q)
 
     def begin(self, ids):
-        states = self.model.fuse(torch.cat(self.new).to(self.model.dtype)); self.new = []
+        states = self.model.fuse(torch.cat(self.target.kept).to(self.model.dtype)); self.target.kept.clear()
         z = self.reader.read(ids[self.reader.length+1:], 1, states)
-        self.root,self.nodes_states = self.reader.states[-1:],self.reader.states[:0]
+        self.root = self.reader.kept.pop()[-1:]; self.reader.kept.clear()
         return z
 
     def look(self, tokens, parents=None):
-        n = len(self.nodes_states)
-        known = torch.cat([self.nodes_states, self.root]) # parent -1 is the root
-        z = self.reader.look([self.ids[x] for x in tokens], parents, states=known[[n-1] if parents is None else list(parents)])
-        self.nodes_states = torch.cat([self.nodes_states, self.reader.states])
-        return z
+        known = self.root if self.reader.states is None else torch.cat([self.reader.states, self.root]) # parent -1 is the root
+        parents = [len(known)-2] if parents is None else list(parents)
+        return self.reader.look([self.ids[x] for x in tokens], parents, states=known[parents])
     def spread(self, q): return q.new_zeros(len(q), self.vocab).index_copy(1, self.model.vocabulary, q)
-
-    def learn(self, draft, verdict):
-        if self.reader.length == 0 and not self.new and self.target.length > len(self.target.states): raise RuntimeError("states of the text are missing")
-        self.new.append(self.target.states[[0, *(i+1 for i in verdict.path)]])
-        self.length.learn(len(verdict.path), len(draft.tokens))
+    def learn(self, draft, verdict): self.length.learn(len(verdict.path), len(draft.tokens))
