@@ -149,13 +149,14 @@ def train(out:Annotated[str, typer.Option(help='folder for answers, states, chec
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=f"{out}/{'-'.join(map(str, draft.eagle.layers))}/draft", **draft.eagle.about)))
     print(draft.eagle)
 
-# %% ../nbs/52_cli.ipynb #78d6b930
+# %% ../nbs/52_cli.ipynb #299dd5e9
 @app.command()
 def export(draft:Annotated[str, typer.Argument(help="folder of a draft")], out:Annotated[str, typer.Option(help='folder to write')], model:Annotated[Optional[str], typer.Option(help='its target, for drafts made elsewhere')]=None, format:Annotated[str, typer.Option(help="'speculators' (vLLM) or 'eagle' (SGLang)")]='speculators',
-           length:Annotated[int, typer.Option(help='guesses per round that the engine should make')]=5, dtype:Annotated[Optional[str], typer.Option(help='of the weights, e.g. bfloat16')]=None, as_json:Json=False):
+           length:Annotated[int, typer.Option(help='guesses per round that the engine should make')]=5, dtype:Annotated[Optional[str], typer.Option(help='of the weights, e.g. bfloat16')]=None,
+           embedding:Annotated[bool, typer.Option(help="write the target's embedding too; needs --model unless the draft's files hold it")]=True, as_json:Json=False):
     "Write a draft in an engine's format; refuses what the engine can't run."
     from sdsel.draft.checkpoints import export_draft
-    path = export_draft(draft, out, format, length=length, dtype=dtype, target=model)
+    path = export_draft(draft, out, format, length=length, dtype=dtype, embedding=embedding, target=model)
     print(json.dumps(dict(folder=str(path))) if as_json else f'{format}: {path}')
 
 # %% ../nbs/52_cli.ipynb #570cf2a0

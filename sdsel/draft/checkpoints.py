@@ -14,15 +14,21 @@ from ..layers import engine_ids
 # %% auto #0
 __all__ = ['save_draft', 'load_draft', 'attach', 'export_draft']
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #89d5f108
+# %% ../../nbs/draft/35_checkpoints.ipynb #19ff8c69
 _FLAGS = 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'norm_output'
+
+def _verifier(name):
+    "The name that an engine can load: the hub's, for models that the manifest knows."
+    from sdsel.assets import manifest
+    known = manifest().models.get(name)
+    return known.hub if known else name
 
 def _speculators(e, length):
     "config.json as speculators 0.9 and vLLM read it."
     return dict(architectures=['Eagle3DraftModel'], speculators_model_type='eagle3', speculators_version='0.9.0', draft_vocab_size=e.draft_vocab_size,
                 eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'speculators')), target_hidden_size=e.target_hidden_size, **{f: getattr(e, f) for f in _FLAGS}, tie_word_embeddings=False,
                 speculators_config=dict(algorithm='eagle3', default_proposal_method='greedy', proposal_methods=[dict(proposal_type='greedy', speculative_tokens=length)],
-                                        verifier=dict(name_or_path=e.target, architectures=[e.architecture])),
+                                        verifier=dict(name_or_path=_verifier(e.target), architectures=[e.architecture])),
                 transformer_layer_config=dict(model_type='llama', **e.llama, rope_theta=e.llama['rope_parameters']['rope_theta'], num_aux_hidden_states=len(e.layers)))
 
 def _eagle(e, length):
@@ -40,7 +46,7 @@ def _names(fmt, names):
     if fmt == 'speculators': return {n: n for n in names}
     return {n: n.replace('layers.0.', 'midlayer.') for n in names}
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #811f402b
+# %% ../../nbs/draft/35_checkpoints.ipynb #7c6a2674
 def save_draft(
     draft,           # Eagle3Draft
     path,            # folder
@@ -56,7 +62,7 @@ def save_draft(
     if e.target_layers is None: raise ValueError("the number of the target's layers is unknown, so layer ids can't be checked: load the draft with target=...")
     if format == 'eagle' and draft.num_layers > 1: raise ValueError(f"the draft has {draft.num_layers} layers: EAGLE's format holds one; export as 'speculators'")
     config = FORMATS[format](e, length)
-    config |= dict(dtype=str(dtype or draft.dtype)[6:], sdsel=dict(target_layers=e.target_layers, layers=list(e.layers), convention='boundary', revision=e.revision, **({'about': e.about} if e.about else {})))
+    config |= dict(dtype=str(dtype or draft.dtype)[6:], sdsel=dict(target_layers=e.target_layers, layers=list(e.layers), convention='boundary', target=e.target, revision=e.revision, **({'about': e.about} if e.about else {})))
     tensors = {n: t.detach() for n,t in draft.state_dict().items() if embedding or n != 'embed_tokens.weight'}
     if e.draft_vocab_size == e.llama['vocab_size']: del tensors['d2t'],tensors['t2d']
     names = _names(format, tensors)
@@ -65,7 +71,7 @@ def save_draft(
     with atomic(path/'config.json') as tmp: tmp.write_text(json.dumps(config, indent=1)+'\n')
     return path
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #944123ba
+# %% ../../nbs/draft/35_checkpoints.ipynb #c748aaef
 def _config(c, path):
     "Eagle3Config from either config.json."
     flags,own = {f: bool(c.get(f, False)) for f in _FLAGS},c.get('sdsel', {})
@@ -85,7 +91,7 @@ def _config(c, path):
     layer.setdefault('num_key_value_heads', layer['num_attention_heads'])
     keys = 'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'hidden_act', 'rms_norm_eps', 'max_position_embeddings', 'rope_parameters'
     return Eagle3Config(tuple(ids), c.get('draft_vocab_size') or layer['vocab_size'], {**{k: layer[k] for k in keys if k in layer}, 'tie_word_embeddings': False}, own.get('target_layers'),
-                        verifier.get('name_or_path') or '', (verifier.get('architectures') or [''])[0], own.get('revision'), c.get('target_hidden_size'), **flags, about=own.get('about', {}))
+                        own.get('target') or verifier.get('name_or_path') or '', (verifier.get('architectures') or [''])[0], own.get('revision'), c.get('target_hidden_size'), **flags, about=own.get('about', {}))
 
 def _check(draft, tensors, path):
     "ValueError unless tensors are exactly the draft's (the embedding may be missing)."
@@ -131,7 +137,7 @@ def load_draft(
     draft.embedded = 'embed_tokens.weight' in tensors
     return attach(draft, target) if target else draft
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #37b18b26
+# %% ../../nbs/draft/35_checkpoints.ipynb #aafb9e51
 def attach(
     draft, # Eagle3Draft
     target # Target
@@ -144,19 +150,21 @@ def attach(
     if e.target_layers not in (None, target.num_layers): raise ValueError(f"draft: it was made for {e.target} with {e.target_layers} layers, {target.name} has {target.num_layers}")
     if e.revision and target.provenance.get('revision') not in (None, e.revision): raise ValueError(f"draft: it was made for {e.target} ({e.revision[:12]}), not for {target.name} ({target.provenance['revision'][:12]})")
     draft.eagle = replace(e, target_layers=target.num_layers, target=e.target or target.name, architecture=e.architecture or type(target.model).__name__)
+    embedded,draft.embedded = getattr(draft, 'embedded', True),True
     draft.to(target.device)
     own = target.model.get_input_embeddings().weight
     if own.shape == draft.embed_tokens.weight.shape: draft.embed_tokens.weight = torch.nn.Parameter(own.to(draft.dtype), requires_grad=False) # shared where the type is the same
-    elif not getattr(draft, 'embedded', True): raise ValueError(f"draft: it needs an embedding of shape {tuple(draft.embed_tokens.weight.shape)}, which neither its files nor {target.name} hold")
+    elif not embedded: raise ValueError(f"draft: it needs an embedding of shape {tuple(draft.embed_tokens.weight.shape)}, which neither its files nor {target.name} hold")
     return draft
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #cc240dc1
+# %% ../../nbs/draft/35_checkpoints.ipynb #f13bca5c
 def export_draft(
     draft,        # Eagle3Draft, or the folder of one
     path,         # folder to write
     format:str='speculators', # of FORMATS
     length:int=5, # guesses per round that the engine should make
     dtype=None,   # of the weights, a torch dtype or its name
+    embedding:bool=True, # write the target's embedding too: some loaders leave it random when it is missing
     target=None   # Target or its name, for drafts of others that don't say how deep theirs is
 ) -> Path:
     "Write a draft for an engine and read it back: every tensor must be equal bit by bit."
@@ -167,8 +175,9 @@ def export_draft(
         dtype = getattr(torch, dtype)
     if target is not None and not isinstance(target, Target): target = load_target(target)
     if not isinstance(draft, Eagle3Draft): draft = load_draft(draft, target)
-    path = save_draft(draft, path, format, length, dtype=dtype)
+    if embedding and not getattr(draft, 'embedded', True): raise ValueError("embedding: the draft's files hold none; pass its target, or embedding=False")
+    path = save_draft(draft, path, format, length, embedding, dtype)
     again = load_draft(path).state_dict()
     for n,x in draft.state_dict().items():
-        if n != 'embed_tokens.weight' and not torch.equal(again[n], (x.to(dtype) if dtype and x.is_floating_point() else x).cpu()): raise OSError(f"{path}: {n} read back differs from what was written: the disk is failing")
+        if (embedding or n != 'embed_tokens.weight') and not torch.equal(again[n], (x.to(dtype) if dtype and x.is_floating_point() else x).cpu()): raise OSError(f"{path}: {n} read back differs from what was written: the disk is failing")
     return path
