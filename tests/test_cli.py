@@ -88,7 +88,23 @@ def test_generate(cli, monkeypatch):
     same = lambda prompt: json.loads(good(cli('generate', prompt, '--model', 'tiny', '--max-new-tokens', '4', '--json')))['prompt']
     assert same('-') == same('hi')
 
-@pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('generate',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
+def test_train_export_generate_evaluate(cli, tmp_path):
+    "From prompts to a measured draft, each step by its command."
+    options = '--model', 'tiny', '-n', '8', '--layers', '2,5', '--vocab', '64', '--steps', '2', '--epochs', '2', '--batch', '4', '--max-new-tokens', '12', '--store', 'all', '--out', str(tmp_path/'d')
+    d = json.loads(good(cli('train', *options, '--json')))
+    assert d['layers'] == [2, 5] and d['steps'] == 4 and d['answers'] == 8
+    assert 'h=2' in good(cli('train', *options)) # all is there
+    draft = d['folder']
+    assert json.loads(good(cli('generate', 'hi', '--model', 'tiny', '--max-new-tokens', '8', '--json')))['tokens'] == json.loads(good(cli('generate', 'hi', '--model', 'tiny', '--method', 'eagle3', '--draft', draft, '--length', '2', '--max-new-tokens', '8', '--json')))['tokens']
+    for fmt,ids in ('speculators', [2, 5]), ('eagle', [1, 4]):
+        out = json.loads(good(cli('export', draft, '--out', str(tmp_path/fmt), '--format', fmt, '--model', 'tiny', '--dtype', 'bfloat16', '--json')))['folder']
+        c = json.loads(open(out+'/config.json').read())
+        assert c.get('eagle_config', c)['eagle_aux_hidden_state_layer_ids'] == ids
+    r = json.loads(good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '4', '--most', '3', '--length', '2', '--max-new-tokens', '8', '--json', '--out', str(tmp_path/'e.json'))))
+    assert r['prompts'] == 3 and not r['divergences'] and json.loads((tmp_path/'e.json').read_text())['rows'] == r['rows']
+    assert 'accepted length' in good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '2', '--length', '2', '--max-new-tokens', '8'))
+
+@pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('train',), ('export',), ('evaluate',), ('generate',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
 def test_help(cli, command):
     text = good(cli(*command, '--help'))
     assert 'Usage' in text and len(text.splitlines()) > 3
@@ -104,7 +120,10 @@ bad = {
     'filter': (('analyze', *small, '--filter', 'high'), "'high'"), 'filter kind': (('analyze', *small, '--filter', 'x:1'), "kind='x'"), 'strict filter': (('analyze', *small, '--filter', 'high:99nats'), 'keeps no token'),
     'k': (('select', *small, '-k', '0'), 'k=0'), 'large k': (('select', *small, '-k', '8'), 'k=8'), 'method': (('select', *small, '--method', 'x'), "method='x'"),
     'engine': (('select', *small, '--engine', 'x'), "engine='x'"), 'engine k': (('select', *small, '-k', '2', '--engine', 'specforge'), 'exactly 3'), 'default k': (('select', *small, '-k', '2', '--method', 'default'), 'k=2'),
-    'no prompt': (('generate',), 'prompt'), 'empty prompt': (('generate', '', '--model', 'tiny'), 'empty'), 'decoding method': (('generate', 'hi', '--model', 'tiny', '--method', 'x'), "method='x'"),
+    'no folder': (('train', '--model', 'tiny'), '--out'), 'layers text': (('train', '--model', 'tiny', '--layers', 'a,b', '--out', '/nowhere'), "layers='a,b'"), 'layers out of range': (('train', '--model', 'tiny', '--layers', '2,9', '--out', '/nowhere'), 'outside'),
+    'shallow': (('train', '--model', 'tiny', '--vocab', '0', '--out', '/nowhere'), 'draft_vocab_size=0'), 'schedule': (('train', '--model', 'tiny', '--schedule', 'x', '--out', '/nowhere'), "schedule='x'"), 'hold out': (('train', '--model', 'tiny', '--hold-out', '99', '--out', '/nowhere'), 'n=99'),
+    'store': (('train', '--model', 'tiny', '--store', 'int4', '--out', '/nowhere'), "store='int4'"), 'no draft there': (('evaluate', '--model', 'tiny', '-n', '2', '--draft', '/nowhere'), '/nowhere'), 'export nothing': (('export', '/nowhere', '--out', '/nowhere/x'), '/nowhere'),
+    'export format': (('export', '/nowhere', '--out', '/nowhere/x', '--format', 'onnx'), "format='onnx'"), 'generator': (('train', '--model', 'tiny', '--prompts', 'gym:nosuch', '--out', '/nowhere'), 'no such generator'), 'no prompt': (('generate',), 'prompt'), 'empty prompt': (('generate', '', '--model', 'tiny'), 'empty'), 'decoding method': (('generate', 'hi', '--model', 'tiny', '--method', 'x'), "method='x'"),
     'no draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd'), 'needs a draft'), 'draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'nope'), "'nope' is unknown"),
     'other draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'first:9'), 'layers=9'), 'length': (('generate', 'hi', '--model', 'tiny', '--method', 'lookup', '--length', 'long'), "length='long'"),
     'temperature': (('generate', 'hi', '--model', 'tiny', '--temperature', '-1'), 'temperature=-1'), 'new tokens': (('generate', 'hi', '--model', 'tiny', '--max-new-tokens', '0'), 'max_new_tokens=0'),
