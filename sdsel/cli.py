@@ -119,7 +119,7 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
     print()
     print(f'{len(g.tokens)} tokens, {g.tokens_per_second:.1f}/s; accepted length {g.accepted_length:.2f} (with bonus), {g.accepted} of {g.drafted} guesses accepted; ended by {g.finish}', file=sys.stderr)
 
-# %% ../nbs/52_cli.ipynb #759a5156
+# %% ../nbs/52_cli.ipynb #0b05757f
 def _layers(text, num_layers):
     "'default', or comma-separated boundary indices."
     if text == 'default': return text
@@ -127,7 +127,7 @@ def _layers(text, num_layers):
     except ValueError: raise ValueError(f"layers={text!r} must be 'default' or comma-separated boundary indices, e.g. 2,15,27") from None
 
 def _split(prompts, n, seed, hold_out_kinds, held):
-    "Prompts, all or one side of a split by kind."
+    "Prompts: all, or one side of a split by kind. The same n and number of kinds give the same split for any seed, as long as all kinds occur."
     from sdsel.prompts import hold_out, load_prompts
     p = load_prompts(prompts, n, seed)
     return hold_out(p, hold_out_kinds, 0)[held] if hold_out_kinds else p
@@ -159,15 +159,15 @@ def export(draft:Annotated[str, typer.Argument(help="folder of a draft")], out:A
     path = export_draft(draft, out, format, length=length, dtype=dtype, embedding=embedding, target=model)
     print(json.dumps(dict(folder=str(path))) if as_json else f'{format}: {path}')
 
-# %% ../nbs/52_cli.ipynb #570cf2a0
+# %% ../nbs/52_cli.ipynb #2d7e7cc9
 @app.command()
 def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' a model or first:N")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'eagle3' or 'sd'")]='eagle3', prompts:Prompts='builtin', n:Count=None, hold_out:HoldOut=0,
-             most:Annotated[Optional[int], typer.Option(help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
+             seen:Annotated[bool, typer.Option('--seen', help='the kinds that were trained on (with another seed: new prompts of those kinds)')]=False, most:Annotated[Optional[int], typer.Option(help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
              out:Annotated[Optional[str], typer.Option(help='also write everything to this .json file')]=None, seed:Seed=0, source:Source='auto', accept_licence:Licence=False, as_json:Json=False):
     "Measure accepted length and speed of a draft against the same loop without one and transformers' generate."
     from sdsel.evaluation.compare import evaluate
     from sdsel.targets import load_target
-    asked = _split(prompts, n, seed, hold_out, 1)
+    asked = _split(prompts, n, seed, hold_out, not seen)
     r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, int(length) if length.lstrip('-').isdigit() else length, width, max_new_tokens, out=out)
     if as_json: return print(json.dumps(r))
     for s,v in r['tokens_per_second'].items():

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..layers import check_layers, describe
 
 # %% auto #0
-__all__ = ['Eagle3Config', 'config_for', 'Attention', 'DraftLayer', 'extended', 'Eagle3Draft', 'unroll', 'ttt', 'read',
+__all__ = ['INITS', 'Eagle3Config', 'config_for', 'Attention', 'DraftLayer', 'extended', 'Eagle3Draft', 'unroll', 'ttt', 'read',
            'make_draft']
 
 # %% ../../nbs/draft/31_eagle3.ipynb #f7301ded
@@ -265,19 +265,41 @@ def read(
     if draft.eagle.norm_output: h = draft.norm(h)
     return SimpleNamespace(logits=draft.logits(h[-logits_to_keep:])[None], states=h[None])
 
-# %% ../../nbs/draft/31_eagle3.ipynb #d8191929
+# %% ../../nbs/draft/31_eagle3.ipynb #bb73f6d0
+def _gemma(norm): return 'Gemma' in type(norm).__name__ # its weight is one less than a plain norm's
+
+def _copy_block(draft, block):
+    "Weights of a target's block for the first layer; nothing where shapes or parts differ."
+    layer,H = draft.layers[0],draft.config.hidden_size
+    pairs = [(layer.self_attn, 'self_attn', ('q_proj', 'k_proj', 'v_proj', 'o_proj')), (layer.mlp, 'mlp', ('gate_proj', 'up_proj', 'down_proj'))]
+    found = [(getattr(own, n).weight, getattr(getattr(getattr(block, part, None), n, None), 'weight', None)) for own,part,names in pairs for n in names]
+    if any(y is None or x.shape[0] != y.shape[0] or x.shape[1] not in (y.shape[1], y.shape[1]+H) for x,y in found): return
+    for x,y in found:
+        if x.shape == y.shape: x.copy_(y)
+        else: x[:,:H] *= .1; x[:,H:] = y
+    for own,theirs in (layer.hidden_norm, 'input_layernorm'), (layer.post_attention_layernorm, 'post_attention_layernorm'):
+        if (n := getattr(block, theirs, None)) is not None and not _gemma(n): own.weight.copy_(n.weight)
+
+# %% ../../nbs/draft/31_eagle3.ipynb #7c135353
+INITS = 'block', 'head' # what starts as the target's: head and last block, or only the head
+
+@torch.no_grad()
 def make_draft(
     target,      # Target
     layers,      # boundary indices
     vocabulary,  # [Vd] target ids, ascending; see `draft_vocabulary`
     seed:int=0,  # of the new weights
+    init:str='block', # of INITS
     **config     # of `config_for`
 ) -> Eagle3Draft:
-    "A new draft for a target, on its device, float32: embedding, head rows and final norm are the target's, the rest is random."
+    "A new draft for a target, on its device, float32."
+    if init not in INITS: raise ValueError(f"init={init!r} is unknown: choose one of {', '.join(INITS)}")
     torch.manual_seed(seed)
     draft = Eagle3Draft(config_for(target, layers, len(vocabulary), **config), vocabulary).to(target.device)
-    with torch.no_grad():
-        draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
-        draft.lm_head.weight.copy_(target.head.weight[draft.vocabulary])
-        if getattr(target.final_norm, 'weight', None) is not None and 'Gemma' not in type(target.final_norm).__name__: draft.norm.weight.copy_(target.final_norm.weight)
+    draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
+    draft.lm_head.weight.copy_(target.head.weight[draft.vocabulary])
+    if getattr(target.final_norm, 'weight', None) is not None and not _gemma(target.final_norm): draft.norm.weight.copy_(target.final_norm.weight)
+    if init == 'block' and draft.eagle.width == draft.config.hidden_size:
+        draft.fc.weight.mul_(.1)[:,-draft.eagle.width:] += torch.eye(draft.eagle.width, device=draft.device)
+        _copy_block(draft, target.blocks[-1])
     return draft
