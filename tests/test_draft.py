@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest, torch
 from safetensors.torch import load_file
-from test_decoding import agree, broken, exact, frequencies, last, pvalue, random_model, target6, theirs
+from test_decoding import agree, broken, exact, frequencies, last, pvalue, target6, theirs
 from sdsel import generate, load_prompts, load_target
 from sdsel.decoding.acceptance import Sampling
 from sdsel.decoding.cache import Reader
@@ -16,7 +16,7 @@ from sdsel.draft.checkpoints import export_draft, load_draft, save_draft
 from sdsel.draft.eagle3 import Eagle3Draft, make_draft
 from sdsel.draft.features import Features, Online, store_features
 from sdsel.draft.losses import step_loss
-from sdsel.draft.training import TrainConfig, Trainer, train
+from sdsel.draft.training import TrainConfig, train
 from sdsel.targets import FAMILIES, tiny_target
 
 # the network

@@ -147,15 +147,21 @@ def extended(
     o = _causal(q, torch.cat([one, k[:,:,1:]], 2), torch.cat([one, v[:,:,1:]], 2), scale)[:,:,1:]
     return o[...,:d],o[...,d]
 
-# %% ../../nbs/draft/31_eagle3.ipynb #26321a17
+# %% ../../nbs/draft/31_eagle3.ipynb #7ba68ccb
+def _checked(vocabulary, size, V):
+    "A vocabulary as a tensor; ValueError unless it holds `size` ascending ids below V."
+    ids = torch.as_tensor(vocabulary, dtype=torch.int64)
+    if len(ids) != size or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= V: raise ValueError(f"vocabulary must hold {size} ascending ids below {V}")
+    return ids
+
+# %% ../../nbs/draft/31_eagle3.ipynb #76d04b93
 class Eagle3Draft(nn.Module):
     "The draft network. `vocabulary`: [Vd] target ids, ascending; default: the first Vd."
     def __init__(self, config:Eagle3Config, vocabulary=None):
         super().__init__()
         c,k = config.decoder,len(config.layers)
         H,V,eps = c.hidden_size,c.vocab_size,c.rms_norm_eps
-        ids = torch.arange(config.draft_vocab_size) if vocabulary is None else torch.as_tensor(vocabulary, dtype=torch.int64)
-        if len(ids) != config.draft_vocab_size or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= V: raise ValueError(f"vocabulary must hold {config.draft_vocab_size} ascending ids below {V}")
+        ids = _checked(range(config.draft_vocab_size) if vocabulary is None else vocabulary, config.draft_vocab_size, V)
         self.eagle,self.config = config,c
         self.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
         self.fc = nn.Linear(k*config.width, H, bias=False)
@@ -188,9 +194,6 @@ class Eagle3Draft(nn.Module):
     def logits(self, h): # [..., H] states as `unroll` or `forward` give them
         "[..., Vd]"
         return self.lm_head(h if self.eagle.norm_output else self.norm(h))
-    def extra_repr(self): return repr(self.eagle)
-
-    def unroll(self, *args, **kw): "See `unroll`."; return unroll(self, *args, **kw)
     def ttt(self, *args, **kw): "See `ttt`."; return ttt(self, *args, **kw)
     def forward(self, input_ids, position_ids, attention_mask=None, past_key_values=None, **kw): "See `read`."; return read(self, input_ids, position_ids, attention_mask, past_key_values, **kw)
     def save_pretrained(self, path, **kw): "See `sdsel.draft.checkpoints.save_draft`."; from sdsel.draft.checkpoints import save_draft; return save_draft(self, path, **kw)
