@@ -90,7 +90,10 @@ def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help=
     print(s)
     if flags: print(f'{engine}: {flags}')
 
-# %% ../nbs/52_cli.ipynb #25851ddf
+# %% ../nbs/52_cli.ipynb #d9659c04
+def _length(text): return int(text) if text.lstrip('-').isdigit() else text # a number, 'auto', or what `check_method` refuses
+
+# %% ../nbs/52_cli.ipynb #2fb658c2
 @app.command()
 def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' reads standard input")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'ar' (no draft), 'sd', 'eagle3' or 'lookup'")]='ar',
              draft:Annotated[Optional[str], typer.Option(help="for 'sd': a model with the same tokenizer, or first:N for the model's own first N layers; for 'eagle3': a draft's folder")]=None,
@@ -104,7 +107,7 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
     from sdsel.decoding.view import View
     from sdsel.targets import load_target
     if prompt == '-': prompt = sys.stdin.read()
-    length = int(length) if length.lstrip('-').isdigit() else length
+    length = _length(length)
     check_method(method, draft, length, width)
     target = load_target(model, source=source, accept_licence=accept_licence)
     if method == 'sd' and not draft.startswith('first:'): draft = load_target(draft, source=source, accept_licence=accept_licence)
@@ -119,8 +122,8 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
     print()
     print(f'{len(g.tokens)} tokens, {g.tokens_per_second:.1f}/s; accepted length {g.accepted_length:.2f} (with bonus), {g.accepted} of {g.drafted} guesses accepted; ended by {g.finish}', file=sys.stderr)
 
-# %% ../nbs/52_cli.ipynb #0b05757f
-def _layers(text, num_layers):
+# %% ../nbs/52_cli.ipynb #113dacb1
+def _layers(text):
     "'default', or comma-separated boundary indices."
     if text == 'default': return text
     try: return [int(x) for x in text.split(',')]
@@ -133,7 +136,7 @@ def _split(prompts, n, seed, hold_out_kinds, held):
     return hold_out(p, hold_out_kinds, 0)[held] if hold_out_kinds else p
 HoldOut = Annotated[int, typer.Option(help='kinds of prompts to leave out of training; the same number and prompts tell `evaluate` which they are')]
 
-# %% ../nbs/52_cli.ipynb #9bd781e2
+# %% ../nbs/52_cli.ipynb #862b89b9
 @app.command()
 def train(out:Annotated[str, typer.Option(help='folder for answers, states, checkpoints and the draft')], model:Model='smollm2-135m', layers:Annotated[str, typer.Option(help="boundary indices, e.g. 2,15,27, or 'default'")]='default', prompts:Prompts='builtin', n:Count=None,
           hold_out:HoldOut=0, vocab:Annotated[int, typer.Option(help='most tokens the draft may know')]=4096, steps:Annotated[int, typer.Option(help='of the training-time test')]=5, epochs:float=4., batch:Annotated[int, typer.Option(help='sequences per step')]=16, lr:float=1e-3,
@@ -144,7 +147,7 @@ def train(out:Annotated[str, typer.Option(help='folder for answers, states, chec
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
-    chosen,asked = _layers(layers, None),_split(prompts, n, seed, hold_out, 0)
+    chosen,asked = _layers(layers),_split(prompts, n, seed, hold_out, 0)
     draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw)
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=f"{out}/{'-'.join(map(str, draft.eagle.layers))}/draft", **draft.eagle.about)))
     print(draft.eagle)
@@ -159,7 +162,7 @@ def export(draft:Annotated[str, typer.Argument(help="folder of a draft")], out:A
     path = export_draft(draft, out, format, length=length, dtype=dtype, embedding=embedding, target=model)
     print(json.dumps(dict(folder=str(path))) if as_json else f'{format}: {path}')
 
-# %% ../nbs/52_cli.ipynb #2d7e7cc9
+# %% ../nbs/52_cli.ipynb #242db0de
 @app.command()
 def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' a model or first:N")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'eagle3' or 'sd'")]='eagle3', prompts:Prompts='builtin', n:Count=None, hold_out:HoldOut=0,
              seen:Annotated[bool, typer.Option('--seen', help='the kinds that were trained on (with another seed: new prompts of those kinds)')]=False, most:Annotated[Optional[int], typer.Option(help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
@@ -168,7 +171,7 @@ def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' 
     from sdsel.evaluation.compare import evaluate
     from sdsel.targets import load_target
     asked = _split(prompts, n, seed, hold_out, not seen)
-    r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, int(length) if length.lstrip('-').isdigit() else length, width, max_new_tokens, out=out)
+    r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, out=out)
     if as_json: return print(json.dumps(r))
     for s,v in r['tokens_per_second'].items():
         more = f"accepted length {r['accepted_length_with_bonus'][s]:.2f} (with bonus), "+', '.join(f'{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}] times {b}' for b,x in r['speedup'][s].items()) if s in r['speedup'] else ''

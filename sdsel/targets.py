@@ -13,7 +13,7 @@ from .layers import check_layers
 
 # %% auto #0
 __all__ = ['FAMILIES', 'find_blocks', 'find_final_norm', 'Captured', 'watch', 'rescale', 'Target', 'byte_tokenizer',
-           'tiny_target', 'fingerprint', 'default_device', 'tiny_family', 'load_target']
+           'tiny_target', 'fingerprint', 'default_device', 'dtype_of', 'tiny_family', 'load_target']
 
 # %% ../nbs/02_targets.ipynb #cb5c181b
 def find_blocks(
@@ -190,10 +190,17 @@ def _load(name, path, dtype, options):
     try: return model,AutoTokenizer.from_pretrained(path, **options)
     except Exception as e: raise OSError(f"no usable tokenizer in {path}: {e}") from e
 
-# %% ../nbs/02_targets.ipynb #280551c0
+# %% ../nbs/02_targets.ipynb #6a5ede51
 def default_device() -> str:
     "cuda where there is one, else cpu."
     return 'cuda' if torch.cuda.is_available() else 'cpu'
+
+def dtype_of(
+    dtype # a torch dtype, its name, or None
+):
+    "The torch dtype, or None; ValueError for a name that is none."
+    if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype): raise ValueError(f"dtype={dtype!r} is not a torch dtype: try 'float32' or 'bfloat16'")
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 def tiny_family(
     name # as for `load_target`
@@ -217,10 +224,7 @@ def load_target(
     from sdsel.assets import resolve
     try: device = torch.empty(0, device=device or default_device()).device
     except (RuntimeError, AssertionError) as e: raise ValueError(f"device={device!r} can't be used ({str(e).splitlines()[0]}): try 'cpu' or 'cuda'") from None
-    if isinstance(dtype, str):
-        if not isinstance(getattr(torch, dtype, None), torch.dtype): raise ValueError(f"dtype={dtype!r} is not a torch dtype: try 'float32' or 'bfloat16'")
-        dtype = getattr(torch, dtype)
-    dtype = dtype or (torch.float32 if device.type == 'cpu' else torch.bfloat16)
+    dtype = dtype_of(dtype) or (torch.float32 if device.type == 'cpu' else torch.bfloat16)
     where = resolve(name, source, accept_licence)
     model,tokenizer = _load(name, where.path, dtype, dict(local_files_only=True, trust_remote_code=trust_remote_code))
     target = Target(model.to(device), tokenizer, str(name), _provenance(where.source, where.revision))

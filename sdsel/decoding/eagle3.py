@@ -12,7 +12,7 @@ from ..draft.checkpoints import attach
 # %% auto #0
 __all__ = ['Eagle3']
 
-# %% ../../nbs/decoding/36_eagle3.ipynb #f539301f
+# %% ../../nbs/decoding/36_eagle3.ipynb #3e2da1c0
 class Eagle3(DraftModel):
     "Guesses of an EAGLE-3 draft; arguments are those of `DraftModel`."
     name = 'EAGLE-3'
@@ -23,7 +23,7 @@ class Eagle3(DraftModel):
         self.target,reader.boundaries,self.ids = reader,self.model.eagle.layers,self.model.vocabulary.tolist()
 
     def propose(self, ids, room):
-        if not self.target.length: self.seen = []; return Draft() # a prompt of one token: there is no state yet
+        if not self.target.length: return Draft() # a prompt of one token: there is no state yet
         draft = super().propose(ids, room)
         return Draft([self.ids[x] for x in draft.tokens], draft.parents, draft.q)
 

@@ -33,7 +33,7 @@ def prompt_ids(
     if isinstance(prompt, dict): prompt = as_prompt(prompt, 'prompt')
     return encode(target.tokenizer, [prompt], raw, max_length=1<<30)[0].ids
 
-# %% ../../nbs/decoding/27_generate.ipynb #cf4fce38
+# %% ../../nbs/decoding/27_generate.ipynb #b00ff79b
 METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', eagle3='speculative decoding with an EAGLE-3 draft', lookup='speculative decoding with guesses copied from the text')
 
 def check_method(method, draft, length, width):
@@ -43,7 +43,7 @@ def check_method(method, draft, length, width):
     if draft is None and wanted: raise ValueError(f"method={method!r} needs a draft: {wanted}")
     if draft is not None and not wanted: raise ValueError(f"draft={draft!r} is of no use with method={method!r}: pass method='sd' or 'eagle3'")
     if isinstance(length, str) and length != 'auto': raise ValueError(f"length={length!r} must be a whole number or 'auto'")
-    if length == 'auto' and isinstance(width, int) and width > 1 or length == 'auto' and isinstance(width, tuple): raise ValueError("length='auto' is for chains: give a tree (width > 1) a number")
+    if length == 'auto' and (isinstance(width, tuple) or isinstance(width, int) and width > 1): raise ValueError("length='auto' is for chains: give a tree (width > 1) a number")
     if length != 'auto': policy(length)
     if isinstance(draft, str) and draft.startswith('first:') and not draft[6:].isdigit(): raise ValueError(f"draft={draft!r}: write 'first:N' with a whole number of layers, e.g. 'first:4'")
 

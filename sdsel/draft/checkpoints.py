@@ -14,7 +14,7 @@ from ..layers import engine_ids
 # %% auto #0
 __all__ = ['save_draft', 'load_draft', 'attach', 'export_draft']
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #19ff8c69
+# %% ../../nbs/draft/35_checkpoints.ipynb #37ebcea5
 _FLAGS = 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'norm_output'
 
 def _verifier(name):
@@ -41,12 +41,7 @@ def _eagle(e, length):
 
 FORMATS = dict(speculators=_speculators, eagle=_eagle)
 
-def _names(fmt, names):
-    "Name in the file of each of our names."
-    if fmt == 'speculators': return {n: n for n in names}
-    return {n: n.replace('layers.0.', 'midlayer.') for n in names}
-
-# %% ../../nbs/draft/35_checkpoints.ipynb #7c6a2674
+# %% ../../nbs/draft/35_checkpoints.ipynb #9af79892
 def save_draft(
     draft,           # Eagle3Draft
     path,            # folder
@@ -65,8 +60,8 @@ def save_draft(
     config |= dict(dtype=str(dtype or draft.dtype)[6:], sdsel=dict(target_layers=e.target_layers, layers=list(e.layers), convention='boundary', target=e.target, revision=e.revision, **({'about': e.about} if e.about else {})))
     tensors = {n: t.detach() for n,t in draft.state_dict().items() if embedding or n != 'embed_tokens.weight'}
     if e.draft_vocab_size == e.llama['vocab_size']: del tensors['d2t'],tensors['t2d']
-    names = _names(format, tensors)
-    tensors = {names[n]: (t.to(dtype) if dtype and t.is_floating_point() else t).cpu().contiguous() for n,t in tensors.items()}
+    name = lambda n: n.replace('layers.0.', 'midlayer.') if format == 'eagle' else n
+    tensors = {name(n): (t.to(dtype) if dtype and t.is_floating_point() else t).cpu().contiguous() for n,t in tensors.items()}
     with atomic(path/'model.safetensors') as tmp: save_file(tensors, tmp, {'format': 'pt'})
     with atomic(path/'config.json') as tmp: tmp.write_text(json.dumps(config, indent=1)+'\n')
     return path
@@ -157,7 +152,7 @@ def attach(
     elif not embedded: raise ValueError(f"draft: it needs an embedding of shape {tuple(draft.embed_tokens.weight.shape)}, which neither its files nor {target.name} hold")
     return draft
 
-# %% ../../nbs/draft/35_checkpoints.ipynb #f13bca5c
+# %% ../../nbs/draft/35_checkpoints.ipynb #793c28dd
 def export_draft(
     draft,        # Eagle3Draft, or the folder of one
     path,         # folder to write
@@ -168,11 +163,9 @@ def export_draft(
     target=None   # Target or its name, for drafts of others that don't say how deep theirs is
 ) -> Path:
     "Write a draft for an engine and read it back: every tensor must be equal bit by bit."
-    from sdsel.targets import Target, load_target
+    from sdsel.targets import Target, dtype_of, load_target
     if format not in FORMATS: raise ValueError(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
-    if isinstance(dtype, str):
-        if not isinstance(getattr(torch, dtype, None), torch.dtype): raise ValueError(f"dtype={dtype!r} is not a torch dtype: try 'float32' or 'bfloat16'")
-        dtype = getattr(torch, dtype)
+    dtype = dtype_of(dtype)
     if target is not None and not isinstance(target, Target): target = load_target(target)
     if not isinstance(draft, Eagle3Draft): draft = load_draft(draft, target)
     if embedding and not getattr(draft, 'embedded', True): raise ValueError("embedding: the draft's files hold none; pass its target, or embedding=False")

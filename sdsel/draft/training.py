@@ -18,12 +18,12 @@ from ..targets import rescale
 # %% auto #0
 __all__ = ['SCHEDULES', 'TrainConfig', 'Lesson', 'batches', 'row_counts', 'Trainer', 'train_step', 'train', 'simulated_length']
 
-# %% ../../nbs/draft/34_training.ipynb #399164e2
+# %% ../../nbs/draft/34_training.ipynb #19363697
 SCHEDULES = dict(cosine=lambda x: .5*(1+math.cos(math.pi*x)), linear=lambda x: 1-x, constant=lambda x: 1.)
 
 @dataclass(frozen=True)
 class TrainConfig:
-    "How to train. Defaults suit narrow text on a CPU; the GPU recipe of broad text is in the notebook's prose."
+    "How to train. Defaults suit narrow text on a CPU."
     steps:int=5              # T of the training-time test
     decay:float=.9           # weight of step i: decay^i, normalised
     epochs:float=4           # a part of the last one is allowed
