@@ -12,11 +12,11 @@ import typer
 __all__ = ['app', 'Model', 'Prompts', 'Count', 'Tokens', 'Filter', 'Seed', 'Source', 'Licence', 'Raw', 'Json', 'models', 'fetch',
            'analyze', 'select', 'generate', 'train', 'export', 'evaluate', 'run', 'main']
 
-# %% ../nbs/52_cli.ipynb #7e43295b
+# %% ../nbs/52_cli.ipynb #827f45ee
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
                   help="Choose, by measurement, the hidden layers that feed a speculative-decoding draft.")
 Model = Annotated[str, typer.Option(help='alias (see `sdsel models`), hub id, or folder')]
-Prompts = Annotated[str, typer.Option(help="'builtin', a manifest data set, a JSON-lines file, or a hub data set")]
+Prompts = Annotated[str, typer.Option(help="'builtin', a manifest data set, 'gym:NAME', a JSON-lines file, a hub data set, or several with commas between")]
 Count = Annotated[Optional[int], typer.Option('--prompts-n', '-n', help='how many prompts; default all')]
 Tokens = Annotated[int, typer.Option(help='tokens in the sample')]
 Filter = Annotated[str, typer.Option(help="'none', 'high:0.5', 'low:0.5', 'random:0.5' or 'high:2nats'")]
@@ -122,34 +122,34 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
     print()
     print(f'{len(g.tokens)} tokens, {g.tokens_per_second:.1f}/s; accepted length {g.accepted_length:.2f} (with bonus), {g.accepted} of {g.drafted} guesses accepted; ended by {g.finish}', file=sys.stderr)
 
-# %% ../nbs/52_cli.ipynb #113dacb1
+# %% ../nbs/52_cli.ipynb #f86a2a9e
 def _layers(text):
     "'default', or comma-separated boundary indices."
     if text == 'default': return text
     try: return [int(x) for x in text.split(',')]
     except ValueError: raise ValueError(f"layers={text!r} must be 'default' or comma-separated boundary indices, e.g. 2,15,27") from None
 
-def _split(prompts, n, seed, hold_out_kinds, held):
-    "Prompts: all, or one side of a split by kind. The same n and number of kinds give the same split for any seed, as long as all kinds occur."
+def _split(prompts, n, seed, held_out, held):
+    "Prompts: all, or one side of a split. The same n and number of kinds give the same kinds for any seed, as long as all occur; a share gives the same prompts for the same seed."
     from sdsel.prompts import hold_out, load_prompts
     p = load_prompts(prompts, n, seed)
-    return hold_out(p, hold_out_kinds, 0)[held] if hold_out_kinds else p
-HoldOut = Annotated[int, typer.Option(help='kinds of prompts to leave out of training; the same number and prompts tell `evaluate` which they are')]
+    return hold_out(p, held_out if held_out < 1 else int(held_out), 0)[held] if held_out else p
+HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of training, or, below 1, the share of the prompts of each kind; the same number and prompts tell `evaluate` which they are')]
 
-# %% ../nbs/52_cli.ipynb #862b89b9
+# %% ../nbs/52_cli.ipynb #333d829a
 @app.command()
 def train(out:Annotated[str, typer.Option(help='folder for answers, states, checkpoints and the draft')], model:Model='smollm2-135m', layers:Annotated[str, typer.Option(help="boundary indices, e.g. 2,15,27, or 'default'")]='default', prompts:Prompts='builtin', n:Count=None,
           hold_out:HoldOut=0, vocab:Annotated[int, typer.Option(help='most tokens the draft may know')]=4096, steps:Annotated[int, typer.Option(help='of the training-time test')]=5, epochs:float=4., batch:Annotated[int, typer.Option(help='sequences per step')]=16, lr:float=1e-3,
           decay:Annotated[float, typer.Option(help='weight of step i is decay^i')]=.9, schedule:Annotated[str, typer.Option(help="'cosine', 'linear' or 'constant'")]='cosine', ema:Annotated[float, typer.Option(help='decay of averaged weights; 0: none')]=0., precision:Annotated[str, typer.Option(help="'fp32' or 'bf16'")]='fp32',
           max_new_tokens:Annotated[int, typer.Option(help='of each answer')]=256, store:Annotated[str, typer.Option(help="states: 'bfloat16', 'float16', 'float32', 'all' boundaries once, or 'online'")]='bfloat16', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Train an EAGLE-3 draft on the model's own answers. Killed runs go on where they stopped."
-    from sdsel.draft.recipe import train_eagle3
+    from sdsel.draft.recipe import draft_folder, train_eagle3
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
     chosen,asked = _layers(layers),_split(prompts, n, seed, hold_out, 0)
     draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw)
-    if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=f"{out}/{'-'.join(map(str, draft.eagle.layers))}/draft", **draft.eagle.about)))
+    if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=str(draft_folder(out, draft.eagle.layers)/'draft'), **draft.eagle.about)))
     print(draft.eagle)
 
 # %% ../nbs/52_cli.ipynb #299dd5e9

@@ -9,7 +9,7 @@ from .assets import atomic
 
 # %% auto #0
 __all__ = ['figure', 'save_figure', 'plot_entropy', 'plot_cka', 'plot_growth', 'plot_path', 'plot_distribution', 'plot_stability',
-           'plot_budget']
+           'plot_budget', 'plot_learning']
 
 # %% ../nbs/50_plots.ipynb #459cebfe
 def figure(
@@ -139,5 +139,20 @@ def plot_budget(
     sns.lineplot(long, x='tokens', y='share', hue='agreement', style='agreement', markers=True, markersize=6, ax=ax)
     ax.set(title=title, xscale='log', xlabel='tokens in the sample', ylabel='agreement with all tokens', ylim=(0, 1.03), xticks=table.tokens, xticklabels=table.tokens)
     ax.minorticks_off()
+    ax.legend(title=None, frameon=False, fontsize='small')
+    return ax
+
+# %% ../nbs/50_plots.ipynb #34b2a317
+def plot_learning(
+    table,  # columns tokens, value, and the one that names the line
+    series, # that column
+    xlabel, ylabel, title='',
+    log=False # tokens on a logarithmic axis, with a mark at each
+):
+    "A measure of a draft against the text it was trained on, one line per series."
+    import seaborn as sns
+    ax = figure()
+    sns.lineplot(table, x='tokens', y='value', hue=series, style=series, markers=log, markersize=7, errorbar=None, ax=ax)
+    ax.set(title=title, xscale='log' if log else 'linear', xlabel=xlabel, ylabel=ylabel)
     ax.legend(title=None, frameon=False, fontsize='small')
     return ax

@@ -10,7 +10,7 @@ from pathlib import Path
 from .assets import data_dir, fetch_data, manifest, read_rows
 
 # %% auto #0
-__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'load_prompts', 'Encoded', 'render', 'encode',
+__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'unlike', 'load_prompts', 'Encoded', 'render', 'encode',
            'require_response', 'Preview', 'preview']
 
 # %% ../nbs/03_prompts.ipynb #e6b19386
@@ -103,21 +103,34 @@ def _generated(name, n, seed):
     template = getattr(rows, 'task_indices', None)
     return PromptSet(f'gym:{name}', tuple(as_prompt(dict(prompt=r['question']), f'{name}-{seed}-{i}', f'template-{template[i]}' if template else name) for i,r in zip(range(n), rows)))
 
-# %% ../nbs/03_prompts.ipynb #549218b6
+# %% ../nbs/03_prompts.ipynb #571f77d1
 def hold_out(
     prompts,    # PromptSet
-    n:int,      # kinds to hold out
+    n,          # kinds to hold out; below 1: the share of the prompts of each kind
     seed:int=0
-) -> tuple[PromptSet, PromptSet]: # without those kinds, and only them
-    "Split by kind: no kind is in both; ValueError where nothing would be left."
-    kinds = sorted(prompts.kinds)
-    if isinstance(n, bool) or not isinstance(n, int) or not 0 < n < len(kinds): raise ValueError(f"n={n!r} must be between 1 and {len(kinds)-1}: {prompts.name} has {len(kinds)} kinds")
-    out = set(random.Random(seed).sample(kinds, n))
-    return tuple(PromptSet(prompts.name, tuple(p for p in prompts if (p.kind in out) == held)) for held in (False, True))
+) -> tuple[PromptSet, PromptSet]: # to train on, and to measure on
+    "Split by kind, or by prompt; no text is in both. ValueError where nothing would be left."
+    kinds,rng = sorted(prompts.kinds),random.Random(seed)
+    if isinstance(n, bool) or not isinstance(n, (int, float)) or not (0 < n < 1 or n in range(1, len(kinds))): raise ValueError(f"n={n!r} must be a number of kinds between 1 and {len(kinds)-1} ({prompts.name} has {len(kinds)}), or a share between 0 and 1")
+    texts = {k: sorted({_text(p) for p in prompts if p.kind == k}) for k in kinds}
+    out = {t for k in (kinds if n < 1 else rng.sample(kinds, int(n))) for t in rng.sample(texts[k], round(n*len(texts[k])) if n < 1 else len(texts[k]))}
+    sides = tuple(PromptSet(prompts.name, tuple(p for p in prompts if (_text(p) in out) == held)) for held in (False, True))
+    if not all(sides): raise ValueError(f"n={n!r}: {len(prompts)} prompts of {len(kinds)} kinds are too few to hold out that share")
+    return sides
 
-# %% ../nbs/03_prompts.ipynb #ce5fa268
+def unlike(
+    prompts, # PromptSet
+    others   # PromptSet
+) -> PromptSet:
+    "The prompts whose text is not among the others'."
+    known = set(map(_text, others))
+    return PromptSet(prompts.name, tuple(p for p in prompts if _text(p) not in known))
+
+def _text(p): return json.dumps(p.messages)
+
+# %% ../nbs/03_prompts.ipynb #9fb92ce1
 def load_prompts(
-    name_or_path='builtin', # 'builtin', a manifest data set, a JSON-lines file, a Hugging Face data set, or 'gym:NAME' of reasoning-gym
+    name_or_path='builtin', # 'builtin', a manifest data set, a JSON-lines file, a Hugging Face data set, 'gym:NAME' of reasoning-gym, or several with commas between
     n:int|None=None,        # how many; default all
     seed:int=0,             # of the sample
     split:str|None=None     # of a Hugging Face data set
@@ -126,16 +139,18 @@ def load_prompts(
 
     FileNotFoundError or ValueError for a missing, empty or damaged source, and for an n it can't give."""
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1): raise ValueError(f"n={n!r} must be a whole number >= 1")
-    if str(name_or_path).startswith('gym:'): return _generated(str(name_or_path)[4:], n or 500, seed)
-    prompts = [as_prompt(r, where, kind) for kind,where,r in _sources(str(name_or_path), split)]
-    if not prompts: raise ValueError(f"prompts {str(name_or_path)!r} is empty: no rows")
+    name = str(name_or_path)
+    several = name.split(',') if not Path(name).exists() else [name]
+    if several == [name] and name.startswith('gym:'): return _generated(name[4:], n or 500, seed)
+    prompts = [p for part in several for p in (load_prompts(part, seed=seed, split=split) if len(several) > 1 else [as_prompt(r, where, kind) for kind,where,r in _sources(name, split)])]
+    if not prompts: raise ValueError(f"prompts {name!r} is empty: no rows")
     if n is not None:
-        if n > len(prompts): raise ValueError(f"n={n}: {str(name_or_path)!r} has only {len(prompts)} prompts")
+        if n > len(prompts): raise ValueError(f"n={n}: {name!r} has only {len(prompts)} prompts")
         rng,queues = random.Random(seed),{}
         for p in rng.sample(prompts, len(prompts)): queues.setdefault(p.kind, []).append(p)
         turns = [p for row in range(len(prompts)) for q in sorted(queues) if row < len(queues[q]) for p in [queues[q][row]]]
         prompts = turns[:n]
-    return PromptSet(Path(str(name_or_path)).name, tuple(prompts))
+    return PromptSet(','.join(Path(part).name for part in several), tuple(prompts))
 
 # %% ../nbs/03_prompts.ipynb #75430108
 @dataclass(frozen=True)

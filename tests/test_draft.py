@@ -239,6 +239,16 @@ def test_a_damaged_checkpoint_is_named(lessons, tmp_path):
     p.write_bytes(p.read_bytes()[:500])
     with pytest.raises(ValueError, match='checkpoint.safetensors is damaged'): train(make_draft(target, [1, 3], vocabulary), target, source, tmp_path, config)
 
+def test_tensorboard_shows_what_the_csv_says(lessons, tmp_path):
+    "Stopped and resumed, each step once."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    target,answers,vocabulary = lessons
+    for n in 3, None: train(make_draft(target, [1, 3], vocabulary), target, Online(target, answers, [1, 3]), tmp_path, TrainConfig(steps=2, epochs=4, batch=6, save_every=3), n)
+    board = EventAccumulator(str(tmp_path/'tensorboard')); board.Reload()
+    shown = [(e.step, e.value) for e in board.Scalars('kl')]
+    assert {'hit_0', 'kl_1', 'lr', 'tokens_per_second'} <= set(board.Tags()['scalars'])
+    np.testing.assert_allclose(shown, curve(tmp_path), rtol=1e-4)
+
 def test_training_leaves_the_target_alone(lessons, tmp_path):
     "SpecForge#563: modes and weights are as before."
     target,answers,vocabulary = lessons

@@ -1,5 +1,5 @@
 "What nbdev_test can't see: whether the committed notebooks are fit to read, and whether experiments run through papermill."
-import json, re
+import csv, json, re
 from pathlib import Path
 import nbformat, papermill, pytest
 from sdsel.run import run_experiment
@@ -7,7 +7,7 @@ from sdsel.run import run_experiment
 root = Path(__file__).parent.parent
 nbs = [p for p in sorted((root/'nbs').rglob('*.ipynb')) if not p.name.startswith('_') and '.ipynb_checkpoints' not in p.parts]
 experiments = [p for p in nbs if p.parent.name == 'experiments']
-runs = sorted((root/'figures').glob('*/*.ipynb'))
+runs = sorted((root/'figures').rglob('*.ipynb'))
 read = lambda p: nbformat.read(p, as_version=4)
 outputs = lambda nb: [o for c in nb.cells if c.cell_type == 'code' for o in c.outputs]
 
@@ -40,6 +40,16 @@ def test_papermill(tmp_path):
     text = (out/'analyze.ipynb').read_text()
     assert not [o for o in outputs(read(out/'analyze.ipynb')) if o.get('name') == 'stderr'] and '.new' not in text and not (out/'.new').exists()
 
+def test_train_experiment(tmp_path):
+    "Two shares, whole kinds held out; the record tells how."
+    out = run_experiment('train', 'tiny', dict(held_out=2, n=18, layers=[2, 5], config=dict(steps=2, epochs=1, batch=6), shares=[.5, 1.], test_prompts=2), out=tmp_path)
+    names = {p.name for p in out.iterdir()}
+    assert {'train.ipynb', 'run.json', 'curve.csv', 'training.csv', 'speed.csv', 'positions.csv', 'kinds.csv', 'training.svg', 'curve.png', 'evaluation-known-kinds.json', 'evaluation-new-kinds.json'} <= names
+    r = json.loads((out/'run.json').read_text())
+    assert r['layers'] == [2, 5] and r['draft']['config']['steps'] == 2 and not set(r['tests']['known kinds']['kinds']) & set(r['tests']['new kinds']['kinds'])
+    tokens = [float(x['answer_tokens']) for x in csv.DictReader((out/'curve.csv').open()) if x['test'] == 'new kinds']
+    assert len(tokens) == 2 and tokens[0] < tokens[1]
+
 def test_failed_run_keeps_the_last_good_one(tmp_path):
     (tmp_path/'tiny').mkdir()
     good = [tmp_path/'tiny'/n for n in ('analyze.ipynb', 'layers.csv')]
@@ -51,7 +61,7 @@ def test_links_of_the_readme():
     links = re.findall(r'\]\((?!https?:|#)([^)#]+)', (root/'README.md').read_text())
     assert len(links) > 10 and not [l for l in links if not (root/l).exists()]
 
-@pytest.mark.parametrize('p', sorted((root/'figures').glob('*/run.json')), ids=lambda p: p.parent.name)
+@pytest.mark.parametrize('p', sorted((root/'figures').rglob('run.json')), ids=lambda p: str(p.parent.relative_to(root/'figures')))
 def test_committed_runs_say_how(p):
     r = json.loads(p.read_text())
     assert r['command'].startswith('sdsel run ') and {'torch', 'machine'} <= r['versions'].keys() and r['model']['revision']

@@ -16,7 +16,7 @@ from .answers import check_about, template_hash
 from ..layers import check_layers
 
 # %% auto #0
-__all__ = ['DTYPES', 'Batch', 'collate', 'Online', 'store_features', 'Features']
+__all__ = ['DTYPES', 'Batch', 'collate', 'Online', 'store_features', 'Features', 'Part']
 
 # %% ../../nbs/draft/33_features.ipynb #1b9bd441
 @dataclass
@@ -163,3 +163,19 @@ class Features:
             aux.append(torch.cat([self.files[f].get_slice(f'h{h:03}')[at:at+self.lengths[i]] for h in self.layers], -1))
             final.append(self.files[f].get_slice('final')[row:row+self.rows[i]])
         return collate([self.sequences[i] for i in indices], [self.prompts[i] for i in indices], aux, final)
+
+# %% ../../nbs/draft/33_features.ipynb #83d9059a
+class Part:
+    "A random part of a source's sequences."
+    def __init__(self,
+        source, # Features or Online
+        share,  # of its sequences, above 0, at most 1
+        seed:int=0
+    ):
+        if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
+        at = self.at = np.random.default_rng(seed).permutation(len(source))[:max(1, round(share*len(source)))]
+        self.source,self.layers,self.hash = source,source.layers,source.hash
+        self.lengths,self.rows,self.prompts = source.lengths[at],source.rows[at],[source.prompts[i] for i in at]
+
+    def __len__(self): return len(self.at)
+    def batch(self, indices) -> Batch: return self.source.batch(self.at[indices])
