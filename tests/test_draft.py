@@ -11,7 +11,7 @@ from sdsel.decoding.cache import Reader
 from sdsel.decoding.eagle3 import Eagle3
 from sdsel.decoding.length import Adaptive, Costs
 from sdsel.decoding.loop import decode
-from sdsel.draft.answers import Answer, Answers, answer_prompts, count_tokens, draft_vocabulary
+from sdsel.draft.answers import Answer, Answers, answer_prompts, count_tokens, draft_vocabulary, my_shards
 from sdsel.draft.checkpoints import export_draft, load_draft, save_draft
 from sdsel.draft.eagle3 import Eagle3Draft, make_draft
 from sdsel.draft.features import Features, Online, store_features
@@ -176,23 +176,23 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from sdsel.targets import tiny_target
-from sdsel.draft.answers import load_answers, count_tokens, draft_vocabulary
+from sdsel.draft.answers import answer_prompts, count_tokens, draft_vocabulary
 from sdsel.draft.eagle3 import make_draft
-from sdsel.draft.features import Online
+from sdsel.draft.features import store_features
+from sdsel.prompts import load_prompts
 from sdsel.draft.training import TrainConfig, train
 target = tiny_target(seed=3); target.head.weight.mul_(30)
-answers = load_answers({answers!r})
+answers = answer_prompts(target, load_prompts(n=12, seed=1), sys.argv[1]+'-answers', 20, batch=4)
+source = store_features(target, answers, sys.argv[1]+'-states', [1, 3], 'float32', shard_tokens=300)
 draft = make_draft(target, [1, 3], draft_vocabulary(count_tokens(answers, 257), 24))
-train(draft, target, Online(target, answers, [1, 3]), sys.argv[1], TrainConfig(steps=3, epochs=int(sys.argv[2]), batch=6, save_every=3))
+train(draft, target, source, sys.argv[1], TrainConfig(steps=3, epochs=int(sys.argv[2]), batch=6, save_every=3))
 '''
 
 @pytest.fixture(scope='module')
 def worker(tmp_path_factory):
     "A training run as a script of its own."
     d = tmp_path_factory.mktemp('w')
-    target = tiny_target(seed=3); target.head.weight.mul_(30)
-    answer_prompts(target, load_prompts(n=12, seed=1), d/'answers', 20)
-    (d/'run.py').write_text(WORKER.format(tests=str(Path(__file__).parent), answers=str(d/'answers')))
+    (d/'run.py').write_text(WORKER.format(tests=str(Path(__file__).parent)))
     return d
 
 def weights(folder): return load_file(folder/'checkpoint.safetensors')
@@ -212,10 +212,22 @@ def test_killed_and_resumed_is_uninterrupted(worker):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 def test_two_processes_follow_the_same_curve(worker):
+    "They share the shards of answers and states, and each batch."
     env = os.environ | dict(OMP_NUM_THREADS='1')
     subprocess.run([sys.executable, str(worker/'run.py'), str(worker/'one'), '6'], check=True, env=env)
     subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0', str(worker/'run.py'), str(worker/'two'), '6'], check=True, env=env)
     np.testing.assert_allclose(curve(worker/'one'), curve(worker/'two'), rtol=1e-3)
+    answers = lambda name: [p.read_bytes() for p in sorted((worker/f'{name}-answers').glob('*.jsonl'))]
+    assert len(answers('two')) == 3 and answers('one') == answers('two') and len(list((worker/'two-states').glob('*.safetensors'))) > 1
+
+def test_shards_of_two_processes(tmp_path, monkeypatch):
+    "Whatever the other has done already, each missing shard is made by one of them."
+    paths = [tmp_path/str(i) for i in range(7)]
+    paths[2].touch()
+    monkeypatch.setenv('WORLD_SIZE', '2'); monkeypatch.setenv('RANK', '0'); first = my_shards(paths)
+    paths[4].touch()
+    monkeypatch.setenv('RANK', '1'); second = my_shards(paths)
+    assert sorted(first+second) == [0, 1, 3, 4, 5, 6]
 
 def test_nan_names_the_sequence_and_keeps_the_checkpoint(lessons, tmp_path):
     target,answers,vocabulary = lessons
