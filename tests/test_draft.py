@@ -217,7 +217,7 @@ def test_two_processes_follow_the_same_curve(worker):
     subprocess.run([sys.executable, str(worker/'run.py'), str(worker/'one'), '6'], check=True, env=env)
     subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0', str(worker/'run.py'), str(worker/'two'), '6'], check=True, env=env)
     np.testing.assert_allclose(curve(worker/'one'), curve(worker/'two'), rtol=1e-3)
-    answers = lambda name: [p.read_bytes() for p in sorted((worker/f'{name}-answers').glob('*.jsonl'))]
+    answers = lambda name: [p.read_bytes() for p in sorted((worker/f'{name}-answers').glob('*.jsonl.gz'))]
     assert len(answers('two')) == 3 and answers('one') == answers('two') and len(list((worker/'two-states').glob('*.safetensors'))) > 1
 
 def test_shards_of_two_processes(tmp_path, monkeypatch):

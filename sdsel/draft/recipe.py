@@ -16,7 +16,7 @@ from ..layers import check_layers, default_layers
 # %% auto #0
 __all__ = ['draft_folder', 'train_eagle3']
 
-# %% ../../nbs/draft/37_recipe.ipynb #5bc6f08c
+# %% ../../nbs/draft/37_recipe.ipynb #98496500
 def draft_folder(out, layers, share=1.) -> Path:
     "Where below `out` a layer set and share of the answers are trained."
     return Path(out)/('-'.join(map(str, layers))+(f'-{share:g}' if share < 1 else ''))
@@ -34,6 +34,7 @@ def train_eagle3(
     batch:int=128,          # prompts answered side by side
     raw:bool=False,
     share:float=1.,         # of the answers to train on
+    answers=None,           # folder of answers made before; default: in `out`
     **kw                # of `make_draft`: num_hidden_layers, intermediate_size, ...
 ):                      # Eagle3Draft
     "Train an EAGLE-3 draft on the target's own answers; repeats nothing that `out` already holds. ValueError for what does not fit, before anything heavy starts."
@@ -47,7 +48,7 @@ def train_eagle3(
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
     out = Path(out)
     folder = draft_folder(out, layers, share)
-    answers = answer_prompts(target, prompts, out/'answers', max_new_tokens, batch, raw=raw)
+    answers = answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw)
     if store == 'online': source = Online(target, answers, layers, max_length)
     else:
         stored = store_features(target, answers, out/'features' if store == 'all' else out/f'features-{draft_folder(out, layers).name}', None if store == 'all' else layers, 'bfloat16' if store == 'all' else store, max_length)
