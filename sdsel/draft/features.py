@@ -80,9 +80,12 @@ class Online:
         with fast_linears(self.target): states,final = zip(*_captured(self.target, s, p, self.layers, self.dtype))
         return collate(s, p, [torch.cat(list(x.values()), -1) for x in states], final)
 
-# %% ../../nbs/draft/33_features.ipynb #55161578
+# %% ../../nbs/draft/33_features.ipynb #28c565bb
 DTYPES = dict(bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32)
 
+def _shard(folder, i): return Path(folder)/f'features-{i:05}.safetensors'
+
+# %% ../../nbs/draft/33_features.ipynb #3501590e
 def store_features(
     target,          # Target
     answers,         # Answers
@@ -126,8 +129,6 @@ def store_features(
             with atomic(paths[i]) as tmp: save_file(tensors, tmp)
     await_shards(paths)
     return Features(out)
-
-def _shard(folder, i): return Path(folder)/f'features-{i:05}.safetensors'
 
 # %% ../../nbs/draft/33_features.ipynb #6dc24705
 class Features:
