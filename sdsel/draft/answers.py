@@ -19,7 +19,7 @@ from ..prompts import encode
 
 # %% auto #0
 __all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'answer_prompts',
-           'load_answers', 'count_tokens', 'draft_vocabulary']
+           'load_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
 
 # %% ../../nbs/draft/30_answers.ipynb #272c512f
 @torch.no_grad()
@@ -149,6 +149,20 @@ def load_answers(
         except (ValueError, TypeError) as e: raise ValueError(f"{p} is damaged ({e}): delete that file and answer again") from e
     if len(rows) != about['count']: raise ValueError(f"{path} holds {len(rows)} of {about['count']} answers: run answer_prompts again to finish it")
     return Answers(tuple(rows), about)
+
+# %% ../../nbs/draft/30_answers.ipynb #ff860c1b
+def join_answers(
+    parts # of Answers to one target
+) -> Answers:
+    "All answers as one set. ValueError for answers of different models or chat templates."
+    first = parts[0]
+    if len(parts) == 1: return first
+    for p in parts[1:]:
+        for k in ('revision', 'template'):
+            if p.about[k] != first.about[k]: raise ValueError(f"answers to {p.about['prompts']} were made with {k}={p.about[k]!r}, those to {first.about['prompts']} with {first.about[k]!r}: answer both with one model and template")
+    every = lambda k: [p.about[k] for p in parts]
+    about = dict(first.about, prompts=' + '.join(every('prompts')), prompts_hash=hashlib.sha256(''.join(every('prompts_hash')).encode()).hexdigest(), count=sum(every('count')), max_new_tokens=max(every('max_new_tokens')))
+    return Answers(tuple(a for p in parts for a in p), about)
 
 # %% ../../nbs/draft/30_answers.ipynb #5a1758d6
 def count_tokens(

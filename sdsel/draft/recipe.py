@@ -6,7 +6,7 @@
 from __future__ import annotations
 from pathlib import Path
 from dataclasses import asdict, replace
-from .answers import answer_prompts, count_tokens, draft_vocabulary
+from .answers import answer_prompts, count_tokens, draft_vocabulary, join_answers, load_answers
 from .checkpoints import save_draft
 from .eagle3 import make_draft
 from .features import DTYPES, Online, Part, store_features
@@ -34,7 +34,8 @@ def train_eagle3(
     batch:int=128,          # prompts answered side by side
     raw:bool=False,
     share:float=1.,         # of the answers to train on
-    answers=None,           # folder of answers made before; default: in `out`
+    answers=None,           # folder of answers to `prompts` made before; default: in `out`
+    also=(),                # folders of answers to other prompts, to learn from as well
     **kw                # of `make_draft`: num_hidden_layers, intermediate_size, ...
 ):                      # Eagle3Draft
     "Train an EAGLE-3 draft on the target's own answers; repeats nothing that `out` already holds. ValueError for what does not fit, before anything heavy starts."
@@ -48,7 +49,8 @@ def train_eagle3(
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
     out = Path(out)
     folder = draft_folder(out, layers, share)
-    answers = answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw)
+    also = [load_answers(a) for a in also]
+    answers = join_answers([answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw), *also])
     if store == 'online': source = Online(target, answers, layers, max_length)
     else:
         stored = store_features(target, answers, out/'features' if store == 'all' else out/f'features-{draft_folder(out, layers).name}', None if store == 'all' else layers, 'bfloat16' if store == 'all' else store, max_length)
@@ -58,6 +60,6 @@ def train_eagle3(
     if share < 1: source = Part(source, share, config.seed)
     draft = make_draft(target, layers, vocabulary, config.seed, **kw)
     trainer = train(draft, target, source, folder, config)
-    draft.eagle = replace(draft.eagle, about=dict(config=asdict(config), prompts=prompts.name, prompts_hash=prompts.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
+    draft.eagle = replace(draft.eagle, about=dict(config=asdict(config), prompts=answers.about['prompts'], prompts_hash=source.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
     if trainer.accelerator.is_main_process: save_draft(draft, folder/'draft', length=config.steps)
     return draft.requires_grad_(False)
