@@ -141,14 +141,14 @@ HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of t
 def train(out:Annotated[str, typer.Option(help='folder for answers, states, checkpoints and the draft')], model:Model='smollm2-135m', layers:Annotated[str, typer.Option(help="boundary indices, e.g. 2,15,27, or 'default'")]='default', prompts:Prompts='builtin', n:Count=None,
           hold_out:HoldOut=0, vocab:Annotated[int, typer.Option(help='most tokens the draft may know')]=4096, steps:Annotated[int, typer.Option(help='of the training-time test')]=5, epochs:float=4., batch:Annotated[int, typer.Option(help='sequences per step')]=16, lr:float=1e-3,
           decay:Annotated[float, typer.Option(help='weight of step i is decay^i')]=.9, schedule:Annotated[str, typer.Option(help="'cosine', 'linear' or 'constant'")]='cosine', ema:Annotated[float, typer.Option(help='decay of averaged weights; 0: none')]=0., precision:Annotated[str, typer.Option(help="'fp32' or 'bf16'")]='fp32',
-          max_new_tokens:Annotated[int, typer.Option(help='of each answer')]=256, store:Annotated[str, typer.Option(help="states: 'bfloat16', 'float16', 'float32', 'all' boundaries once, or 'online'")]='bfloat16', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
+          max_new_tokens:Annotated[int, typer.Option(help='of each answer')]=256, also:Annotated[str, typer.Option(help='folders of answers to other prompts, to learn from as well, commas between')]='', init:Annotated[str, typer.Option(help="where weights start: 'block', 'head', or a trained draft's folder, to go on from")]='block', store:Annotated[str, typer.Option(help="states: 'bfloat16', 'float16', 'float32', 'all' boundaries once, or 'online'")]='bfloat16', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Train an EAGLE-3 draft on the model's own answers. Killed runs go on where they stopped."
     from sdsel.draft.recipe import draft_folder, train_eagle3
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
     chosen,asked = _layers(layers),_split(prompts, n, seed, hold_out, 0)
-    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw)
+    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, also=[a for a in also.split(',') if a], init=init)
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=str(draft_folder(out, draft.eagle.layers)/'draft'), **draft.eagle.about)))
     print(draft.eagle)
 

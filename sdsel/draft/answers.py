@@ -107,13 +107,14 @@ def answer_prompts(
     prompts,          # PromptSet
     out,              # folder
     max_new_tokens:int=256,
-    batch:int=128,    # prompts answered side by side
+    batch:int=128,    # prompts answered side by side, and per shard
+    cache_tokens:int=131072, # positions to hold at once: fewer prompts side by side when they are long
     temperature:float=0., seed:int=0,
     raw:bool=False    # no chat template
 ) -> Answers:
     "The target's answers to all prompts, in `out`; done shards are not made again. ValueError for a folder of other answers."
     from tqdm.auto import tqdm
-    for name,v in ('max_new_tokens', max_new_tokens), ('batch', batch):
+    for name,v in ('max_new_tokens', max_new_tokens), ('batch', batch), ('cache_tokens', cache_tokens):
         if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name}={v!r} must be a whole number >= 1")
     sampling,encoded = Sampling(temperature),encode(target.tokenizer, list(prompts), raw)
     most = getattr(target.config, 'max_position_embeddings', None)
@@ -128,7 +129,8 @@ def answer_prompts(
     if missing: say(f"{target.name}: {sum(len(shards[i]) for i in missing)} prompts to answer, up to {max_new_tokens} tokens each, in {len(missing)} shards")
     with fast_linears(target), tqdm(total=sum(len(shards[i]) for i in missing), desc='answers', unit='prompt', disable=None) as bar:
         for i in missing:
-            tokens = answer_batch(target, [e.ids for e in shards[i]], max_new_tokens, sampling, torch.Generator().manual_seed(seed+i))
+            size,generator,tokens = max(1, cache_tokens//(len(shards[i][-1].ids)+max_new_tokens)),torch.Generator().manual_seed(seed+i),[]
+            for s in range(0, len(shards[i]), size): tokens += answer_batch(target, [e.ids for e in shards[i][s:s+size]], max_new_tokens, sampling, generator)
             with atomic(paths[i]) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(asdict(Answer(e.prompt.id, e.prompt.kind, e.ids, t)))+'\n' for e,t in zip(shards[i], tokens)).encode(), mtime=0))
             bar.update(len(shards[i]))
     await_shards(paths)

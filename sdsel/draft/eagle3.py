@@ -4,8 +4,10 @@
 
 # %% ../../nbs/draft/31_eagle3.ipynb #e89b70ad
 from __future__ import annotations
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ from ..layers import check_layers, describe
 
 # %% auto #0
 __all__ = ['INITS', 'Eagle3Config', 'config_for', 'Attention', 'DraftLayer', 'extended', 'Eagle3Draft', 'unroll', 'ttt', 'read',
-           'make_draft']
+           'weights_hash', 'make_draft']
 
 # %% ../../nbs/draft/31_eagle3.ipynb #f7301ded
 @dataclass(frozen=True)
@@ -296,6 +298,26 @@ def _copy_block(draft, block):
     for own,theirs in (layer.hidden_norm, 'input_layernorm'), (layer.post_attention_layernorm, 'post_attention_layernorm'):
         if (n := getattr(block, theirs, None)) is not None and not _gemma(n): own.weight.copy_(n.weight)
 
+def _take_over(draft, trained):
+    "All weights of a trained draft; head rows of tokens that it lacks stay as they are."
+    if trained.eagle.layers != draft.eagle.layers: raise ValueError(f"init: the trained draft reads layers {trained.eagle.layers}, the new one {draft.eagle.layers}: train with the same layers")
+    own,theirs = (dict(d.named_parameters()) for d in (draft, trained))
+    if strange := [n for n in own.keys()|theirs.keys() if n != 'lm_head.weight' and getattr(own.get(n), 'shape', None) != getattr(theirs.get(n), 'shape', None)]:
+        raise ValueError(f"init: {strange[0]} of the trained draft has another shape, or only one of both has it: make the new one with the same options")
+    for n,p in own.items():
+        if n == 'lm_head.weight': known = trained.t2d[draft.vocabulary]; p[known] = theirs[n][trained.t2d.cumsum(0)[draft.vocabulary[known]]-1].to(p.dtype)
+        elif n != 'embed_tokens.weight': p.copy_(theirs[n])
+
+# %% ../../nbs/draft/31_eagle3.ipynb #19a821c7
+def weights_hash(
+    draft # Eagle3Draft
+) -> str:
+    "Identifies the trained weights."
+    h = hashlib.sha256()
+    for n,p in sorted(draft.named_parameters()):
+        if n != 'embed_tokens.weight': h.update(n.encode()+p.detach().float().cpu().numpy().tobytes())
+    return h.hexdigest()[:16]
+
 # %% ../../nbs/draft/31_eagle3.ipynb #7c135353
 INITS = 'block', 'head' # what starts as the target's: head and last block, or only the head
 
@@ -305,11 +327,12 @@ def make_draft(
     layers,      # boundary indices
     vocabulary,  # [Vd] target ids, ascending; see `draft_vocabulary`
     seed:int=0,  # of the new weights
-    init:str='block', # of INITS
+    init='block', # of INITS, or a trained draft or its folder, to go on from
     **config     # of `config_for`
 ) -> Eagle3Draft:
     "A new draft for a target, on its device, float32."
-    if init not in INITS: raise ValueError(f"init={init!r} is unknown: choose one of {', '.join(INITS)}")
+    if isinstance(init, str) and init not in INITS and not Path(init).is_dir(): raise ValueError(f"init={init!r} is unknown: choose one of {', '.join(INITS)}, or a draft's folder")
+    trained = None if init in INITS else init if isinstance(init, Eagle3Draft) else Eagle3Draft.from_pretrained(init, target=target)
     torch.manual_seed(seed)
     draft = Eagle3Draft(config_for(target, layers, len(vocabulary), **config), vocabulary).to(target.device)
     draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
@@ -318,4 +341,6 @@ def make_draft(
     if init == 'block' and draft.eagle.width == draft.config.hidden_size:
         draft.fc.weight.mul_(.1)[:,-draft.eagle.width:] += torch.eye(draft.eagle.width, device=draft.device)
         _copy_block(draft, target.blocks[-1])
+    if trained is not None: _take_over(draft, trained)
+    draft.eagle = replace(draft.eagle, about=dict(init=init if trained is None else f'draft {weights_hash(trained)}'))
     return draft

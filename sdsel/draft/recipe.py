@@ -8,7 +8,7 @@ from pathlib import Path
 from dataclasses import asdict, replace
 from .answers import answer_prompts, count_tokens, draft_vocabulary, join_answers, load_answers
 from .checkpoints import save_draft
-from .eagle3 import make_draft
+from .eagle3 import INITS, make_draft
 from .features import DTYPES, Online, Part, store_features
 from .training import TrainConfig, train
 from ..layers import check_layers, default_layers
@@ -36,7 +36,7 @@ def train_eagle3(
     share:float=1.,         # of the answers to train on
     answers=None,           # folder of answers to `prompts` made before; default: in `out`
     also=(),                # folders of answers to other prompts, to learn from as well
-    **kw                # of `make_draft`: num_hidden_layers, intermediate_size, ...
+    **kw                # of `make_draft`: init (a trained draft to go on from), num_hidden_layers, intermediate_size, ...
 ):                      # Eagle3Draft
     "Train an EAGLE-3 draft on the target's own answers; repeats nothing that `out` already holds. ValueError for what does not fit, before anything heavy starts."
     from sdsel.prompts import load_prompts
@@ -47,6 +47,7 @@ def train_eagle3(
     if isinstance(draft_vocab_size, bool) or not isinstance(draft_vocab_size, int) or draft_vocab_size < 1: raise ValueError(f"draft_vocab_size={draft_vocab_size!r} must be a whole number >= 1")
     if store not in ('all', 'online', *DTYPES): raise ValueError(f"store={store!r} is unknown: choose one of {', '.join(DTYPES)}, 'all' or 'online'")
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
+    if kw.get('init', 'block') not in INITS: make_draft(target, layers, [0], **kw) # what does not fit fails now
     out = Path(out)
     folder = draft_folder(out, layers, share)
     also = [load_answers(a) for a in also]
@@ -60,6 +61,6 @@ def train_eagle3(
     if share < 1: source = Part(source, share, config.seed)
     draft = make_draft(target, layers, vocabulary, config.seed, **kw)
     trainer = train(draft, target, source, folder, config)
-    draft.eagle = replace(draft.eagle, about=dict(config=asdict(config), prompts=answers.about['prompts'], prompts_hash=source.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
+    draft.eagle = replace(draft.eagle, about=dict(draft.eagle.about, config=asdict(config), prompts=answers.about['prompts'], prompts_hash=source.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
     if trainer.accelerator.is_main_process: save_draft(draft, folder/'draft', length=config.steps)
     return draft.requires_grad_(False)
