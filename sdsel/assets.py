@@ -283,6 +283,16 @@ def _try_hub(hub_id):
     return None, why.strip().splitlines()[0][:200]
 
 # %% ../nbs/01_assets.ipynb #76183ea4
+def _contents(files, samples=256, block=4096):
+    "Identifies a model's files: names, sizes, the small ones whole, and evenly spread samples of weights. The same after a copy."
+    h = hashlib.sha256()
+    for p in files:
+        size = p.stat().st_size
+        h.update(f'{p.name} {size} '.encode())
+        with open(p, 'rb') as f:
+            for at in (range(0, size, block) if size <= samples*block else [i*(size-block)//(samples-1) for i in range(samples)]): f.seek(at); h.update(f.read(block))
+    return h.hexdigest()
+
 def resolve(
     name:str,              # alias of the manifest, hub id, or local folder
     source:str='auto',     # 'auto', 'hub' or 'registry'
@@ -299,7 +309,7 @@ def resolve(
         if not (folder/'config.json').is_file(): raise ValueError(f"name={str(name)!r} is a folder without config.json: not a saved model")
         files = sorted(p for g in ('*.safetensors', '*.json', '*.jinja') for p in folder.glob(g))
         if not any(p.suffix == '.safetensors' for p in files): raise ValueError(f"name={str(name)!r} holds no .safetensors weights: pickled weights are not loaded; convert them with save_pretrained")
-        return Resolved(str(name), folder, 'folder', hashlib.sha256(repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]).encode()).hexdigest())
+        return Resolved(str(name), folder, 'folder', _contents(files))
     models = manifest().models
     alias = next((a for a,m in models.items() if name in (a, m.hub)), None)
     if alias is None and '/' not in str(name): raise ValueError(f"model {name!r} is unknown: give a folder, a hub id (org/name) or one of {', '.join(models)}")
@@ -346,7 +356,7 @@ def read_rows(
         try: return json.loads(text)
         except ValueError as e: raise ValueError(f"{path} is not valid JSON ({e}): is the file truncated?") from None
     rows = []
-    for i,line in enumerate(text.splitlines(), 1):
+    for i,line in enumerate(text.split('\n'), 1): # a text may hold other separators of lines
         if not line.strip(): continue
         try: rows.append(json.loads(line))
         except ValueError as e: raise ValueError(f"{path}, line {i}: not valid JSON ({e}): is the file truncated?") from None

@@ -132,23 +132,24 @@ def _layers(text):
 def _split(prompts, n, seed, held_out, held):
     "Prompts: all, or one side of a split. The same n and number of kinds give the same kinds for any seed, as long as all occur; a share gives the same prompts for the same seed."
     from sdsel.prompts import hold_out, load_prompts
+    if held_out > 1 and held_out != int(held_out): raise ValueError(f"hold_out={held_out} must be a whole number of kinds, or a share below 1")
     p = load_prompts(prompts, n, seed)
     return hold_out(p, held_out if held_out < 1 else int(held_out), 0)[held] if held_out else p
-HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of training, or, below 1, the share of the prompts of each kind; the same number and prompts tell `evaluate` which they are')]
+HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of training, or, below 1, the share of the prompts of each kind; to `evaluate` give the same --prompts, -n and number (and, with a share, the same --seed)')]
 
 # %% ../nbs/52_cli.ipynb #333d829a
 @app.command()
 def train(out:Annotated[str, typer.Option(help='folder for answers, states, checkpoints and the draft')], model:Model='smollm2-135m', layers:Annotated[str, typer.Option(help="boundary indices, e.g. 2,15,27, or 'default'")]='default', prompts:Prompts='builtin', n:Count=None,
           hold_out:HoldOut=0, vocab:Annotated[int, typer.Option(help='most tokens the draft may know')]=4096, steps:Annotated[int, typer.Option(help='of the training-time test')]=5, epochs:float=4., batch:Annotated[int, typer.Option(help='sequences per step')]=16, lr:float=1e-3,
           decay:Annotated[float, typer.Option(help='weight of step i is decay^i')]=.9, schedule:Annotated[str, typer.Option(help="'cosine', 'linear' or 'constant'")]='cosine', ema:Annotated[float, typer.Option(help='decay of averaged weights; 0: none')]=0., precision:Annotated[str, typer.Option(help="'fp32' or 'bf16'")]='fp32',
-          max_new_tokens:Annotated[int, typer.Option(help='of each answer')]=256, also:Annotated[str, typer.Option(help='folders of answers to other prompts, to learn from as well, commas between')]='', init:Annotated[str, typer.Option(help="where weights start: 'block', 'head', or a trained draft's folder, to go on from")]='block', store:Annotated[str, typer.Option(help="states: 'bfloat16', 'float16', 'float32', 'all' boundaries once, or 'online'")]='bfloat16', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
+          max_new_tokens:Annotated[int, typer.Option(help='of each answer')]=256, answers:Annotated[Optional[str], typer.Option(help='folder of answers to these prompts made before')]=None, also:Annotated[str, typer.Option(help='folders of answers to other prompts, to learn from as well, commas between')]='', init:Annotated[str, typer.Option(help="where weights start: 'block', 'head', or a trained draft's folder, to go on from")]='block', store:Annotated[str, typer.Option(help="states: 'bfloat16', 'float16', 'float32', 'all' boundaries once, or 'online'")]='bfloat16', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Train an EAGLE-3 draft on the model's own answers. Killed runs go on where they stopped."
     from sdsel.draft.recipe import draft_folder, train_eagle3
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
     chosen,asked = _layers(layers),_split(prompts, n, seed, hold_out, 0)
-    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, also=[a for a in also.split(',') if a], init=init)
+    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, answers=answers, also=[a for a in map(str.strip, also.split(',')) if a], init=init)
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=str(draft_folder(out, draft.eagle.layers)/'draft'), **draft.eagle.about)))
     print(draft.eagle)
 
@@ -165,13 +166,17 @@ def export(draft:Annotated[str, typer.Argument(help="folder of a draft")], out:A
 # %% ../nbs/52_cli.ipynb #242db0de
 @app.command()
 def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' a model or first:N")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'eagle3' or 'sd'")]='eagle3', prompts:Prompts='builtin', n:Count=None, hold_out:HoldOut=0,
-             seen:Annotated[bool, typer.Option('--seen', help='the kinds that were trained on (with another seed: new prompts of those kinds)')]=False, most:Annotated[Optional[int], typer.Option(help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
-             out:Annotated[Optional[str], typer.Option(help='also write everything to this .json file')]=None, seed:Seed=0, source:Source='auto', accept_licence:Licence=False, as_json:Json=False):
+             seen:Annotated[bool, typer.Option('--seen', help='the kinds that were trained on (with another seed: new prompts of those kinds)')]=False, most:Annotated[Optional[int], typer.Option(min=1, help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
+             out:Annotated[Optional[str], typer.Option(help='also write everything to this .json file')]=None, seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Measure accepted length and speed of a draft against the same loop without one and transformers' generate."
+    from sdsel.draft.checkpoints import load_draft
     from sdsel.evaluation.compare import evaluate
     from sdsel.targets import load_target
     asked = _split(prompts, n, seed, hold_out, not seen)
-    r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, out=out)
+    if method == 'eagle3' and 0 < hold_out < 1 and not seen:
+        draft = load_draft(draft)
+        if draft.eagle.about.get('prompts_hash') not in (None, _split(prompts, n, seed, hold_out, 0).hash): raise ValueError(f"hold_out={hold_out}: with these --prompts, -n and --seed the rest is not what the draft was trained on, so the share held out may be known to it: give those of its training")
+    r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, raw=raw, out=out)
     if as_json: return print(json.dumps(r))
     for s,v in r['tokens_per_second'].items():
         more = f"accepted length {r['accepted_length_with_bonus'][s]:.2f} (with bonus), "+', '.join(f'{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}] times {b}' for b,x in r['speedup'][s].items()) if s in r['speedup'] else ''

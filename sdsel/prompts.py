@@ -5,13 +5,13 @@
 # %% ../nbs/03_prompts.ipynb #a3401dfe
 from __future__ import annotations
 import hashlib, json, random, re, warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from .assets import data_dir, fetch_data, manifest, read_rows
 
 # %% auto #0
-__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'unlike', 'load_prompts', 'Encoded', 'render', 'encode',
-           'require_response', 'Preview', 'preview']
+__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'unlike', 'unanswered', 'load_prompts', 'Encoded', 'render',
+           'encode', 'require_response', 'Preview', 'preview']
 
 # %% ../nbs/03_prompts.ipynb #e6b19386
 @dataclass(frozen=True)
@@ -125,6 +125,15 @@ def unlike(
     "The prompts whose text is not among the others'."
     known = set(map(_text, others))
     return PromptSet(prompts.name, tuple(p for p in prompts if _text(p) not in known))
+
+def unanswered(
+    prompt # Prompt
+) -> Prompt:
+    "The prompt without the assistant's turns at its end, for a model to answer itself. ValueError if nothing is left."
+    n = len(prompt.messages)
+    while n and prompt.messages[n-1]['role'] == 'assistant': n -= 1
+    if not n: raise ValueError(f"prompt {prompt.id!r} holds only assistant turns: there is nothing to answer")
+    return replace(prompt, messages=prompt.messages[:n])
 
 def _text(p): return json.dumps(p.messages)
 

@@ -12,7 +12,7 @@ from .length import Adaptive, measure_costs, policy
 from .lookup import Lookup
 from .loop import Drafter, check_end, check_prompt, decode
 from .models import DraftModel, FirstLayers, check_pair
-from ..prompts import as_prompt, encode
+from ..prompts import as_prompt, encode, unanswered
 from ..targets import Target, load_target
 
 # %% auto #0
@@ -24,14 +24,14 @@ def prompt_ids(
     prompt,  # a text, a list of messages (dicts of role and content), a `Prompt`, or token ids
     raw:bool=False # no chat template: a text as it is
 ) -> list[int]:
-    "Token ids of one prompt; ValueError for an empty one, or without a chat template."
+    "Token ids of one prompt, without the assistant's turn at its end: that is what is to be written. ValueError for an empty one, or without a chat template."
     if isinstance(prompt, str): prompt = dict(prompt=prompt)
     elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict): prompt = dict(messages=list(prompt))
     elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], str): raise ValueError(f"prompt: a batch of {len(prompt)} texts; generation takes one at a time: call it once for each")
     elif not hasattr(prompt, 'messages'): return prompt # ids, which the loop checks
     if target.tokenizer is None: raise ValueError(f"prompt: {target.name} has no tokenizer: pass token ids")
     if isinstance(prompt, dict): prompt = as_prompt(prompt, 'prompt')
-    return encode(target.tokenizer, [prompt], raw, max_length=1<<30)[0].ids
+    return encode(target.tokenizer, [unanswered(prompt)], raw, max_length=1<<30)[0].ids
 
 # %% ../../nbs/decoding/27_generate.ipynb #b00ff79b
 METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', eagle3='speculative decoding with an EAGLE-3 draft', lookup='speculative decoding with guesses copied from the text')

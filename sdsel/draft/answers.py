@@ -4,7 +4,7 @@
 
 # %% ../../nbs/draft/30_answers.ipynb #28a2404e
 from __future__ import annotations
-import gzip, hashlib, json, os, time, warnings
+import gzip, hashlib, json, os, sys, time, warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 import numpy as np
@@ -13,13 +13,13 @@ from transformers.cache_utils import Cache
 from ..assets import atomic, read_rows, say
 from ..decoding.acceptance import Sampling, draw
 from ..decoding.cache import GrowingLayer, cache_argument
+from ..decoding.generate import prompt_ids
 from ..decoding.kernels import fast_linears
 from ..decoding.loop import eos_of
-from ..prompts import encode
 
 # %% auto #0
-__all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'answer_prompts',
-           'load_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
+__all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'check_owner',
+           'answer_prompts', 'load_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
 
 # %% ../../nbs/draft/30_answers.ipynb #272c512f
 @torch.no_grad()
@@ -69,9 +69,14 @@ class Answers:
     def __getitem__(self, i): return Answers(self.rows[i], self.about) if isinstance(i, slice) else self.rows[i]
     @property
     def tokens(self) -> int: return sum(len(a.tokens) for a in self.rows)
+    @property
+    def hash(self) -> str:
+        "Identifies the texts and their order."
+        return hashlib.sha256(json.dumps([(a.prompt, a.tokens) for a in self.rows]).encode()).hexdigest()
     def __repr__(self):
-        ended = sum(len(a.tokens) < self.about['max_new_tokens'] for a in self.rows)
-        return f"Answers({self.about['target']} to {self.about['prompts']}: {len(self)} answers, {self.tokens} tokens, {ended/max(len(self), 1):.0%} ended by themselves)"
+        most = self.about['max_new_tokens'] # None where it differs
+        ended = f", {sum(len(a.tokens) < most for a in self.rows)/max(len(self), 1):.0%} ended by themselves" if most else ''
+        return f"Answers({self.about['target']} to {self.about['prompts']}: {len(self)} answers, {self.tokens} tokens{ended})"
 
 def check_about(path, about, again):
     "ValueError when a folder's about.json says other than `about`; written if there is none."
@@ -95,12 +100,23 @@ def my_shards(
 
 def await_shards(paths):
     "Return when all shards are there."
-    while lacking := [p.name for p in paths if not p.exists()]: say(f"waiting for {len(lacking)} shards of other processes, {lacking[0]} first"); time.sleep(1)
+    lacking,told = paths,False
+    while lacking := [p for p in lacking if not p.exists()]:
+        if not told: print(f"waiting for the other {int(os.environ['WORLD_SIZE'])-1} processes (WORLD_SIZE) to make {len(lacking)} shards, {lacking[0].name} first", file=sys.stderr)
+        told = True; time.sleep(1)
 
 # %% ../../nbs/draft/30_answers.ipynb #5137284f
 def template_hash(tokenizer) -> str:
     "Identifies the chat template."
     return hashlib.sha256(str(getattr(tokenizer, 'chat_template', None)).encode()).hexdigest()[:16]
+
+def check_owner(
+    answers, # Answers
+    target   # Target
+):
+    "ValueError for answers of another model, or made with another chat template."
+    if answers.about['revision'] != target.provenance.get('revision'): raise ValueError(f"the answers are those of {answers.about['target']} ({str(answers.about['revision'])[:12]}), not of {target.name}: answer again with this model")
+    if answers.about['template'] not in (None, template_hash(target.tokenizer)): raise ValueError("the answers were made with another chat template than the target's: answer again")
 
 def answer_prompts(
     target,           # Target
@@ -110,28 +126,31 @@ def answer_prompts(
     batch:int=128,    # prompts answered side by side, and per shard
     cache_tokens:int=131072, # positions to hold at once: fewer prompts side by side when they are long
     temperature:float=0., seed:int=0,
-    raw:bool=False    # no chat template
+    raw:bool=False,   # no chat template
+    max_length:int=2048 # prompts that are not shorter are left out: cut ones would lose their question
 ) -> Answers:
     "The target's answers to all prompts, in `out`; done shards are not made again. ValueError for a folder of other answers."
     from tqdm.auto import tqdm
-    for name,v in ('max_new_tokens', max_new_tokens), ('batch', batch), ('cache_tokens', cache_tokens):
+    for name,v in ('max_new_tokens', max_new_tokens), ('batch', batch), ('cache_tokens', cache_tokens), ('max_length', max_length):
         if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name}={v!r} must be a whole number >= 1")
-    sampling,encoded = Sampling(temperature),encode(target.tokenizer, list(prompts), raw)
+    sampling,encoded = Sampling(temperature),[(p, prompt_ids(target, p, raw)) for p in prompts]
+    encoded = sorted(((p, ids) for p,ids in encoded if len(ids) < max_length), key=lambda e: len(e[1])) # like lengths side by side
+    if not encoded: raise ValueError(f"prompts: none of {len(prompts)} is shorter than max_length={max_length} tokens")
+    if len(encoded) < len(prompts): warnings.warn(f"{len(prompts)-len(encoded)} of {len(prompts)} prompts are left out: they have max_length={max_length} tokens or more")
     most = getattr(target.config, 'max_position_embeddings', None)
-    if most and (long := max(len(e.ids) for e in encoded))+max_new_tokens > most: raise ValueError(f"max_new_tokens={max_new_tokens}: with prompts of up to {long} tokens that is more than the {most} positions of {target.name}")
+    if most and (long := len(encoded[-1][1]))+max_new_tokens > most: raise ValueError(f"max_new_tokens={max_new_tokens}: with prompts of up to {long} tokens that is more than the {most} positions of {target.name}")
     about = dict(target=target.name, revision=target.provenance.get('revision'), template=None if raw else template_hash(target.tokenizer), prompts=prompts.name, prompts_hash=prompts.hash,
-                 count=len(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch=batch)
+                 count=len(encoded), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch=batch, **({} if sampling.greedy else dict(cache_tokens=cache_tokens))) # drawn side by side
     check_about(out, about, 'answer')
-    encoded.sort(key=lambda e: len(e.ids)) # like lengths side by side
     shards = [encoded[i:i+batch] for i in range(0, len(encoded), batch)]
     paths = [_shard(out, i) for i in range(len(shards))]
     missing = my_shards(paths)
     if missing: say(f"{target.name}: {sum(len(shards[i]) for i in missing)} prompts to answer, up to {max_new_tokens} tokens each, in {len(missing)} shards")
     with fast_linears(target), tqdm(total=sum(len(shards[i]) for i in missing), desc='answers', unit='prompt', disable=None) as bar:
         for i in missing:
-            size,generator,tokens = max(1, cache_tokens//(len(shards[i][-1].ids)+max_new_tokens)),torch.Generator().manual_seed(seed+i),[]
-            for s in range(0, len(shards[i]), size): tokens += answer_batch(target, [e.ids for e in shards[i][s:s+size]], max_new_tokens, sampling, generator)
-            with atomic(paths[i]) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(asdict(Answer(e.prompt.id, e.prompt.kind, e.ids, t)))+'\n' for e,t in zip(shards[i], tokens)).encode(), mtime=0))
+            size,generator,tokens = max(1, cache_tokens//(len(shards[i][-1][1])+max_new_tokens)),torch.Generator().manual_seed(seed+i),[]
+            for s in range(0, len(shards[i]), size): tokens += answer_batch(target, [ids for _,ids in shards[i][s:s+size]], max_new_tokens, sampling, generator)
+            with atomic(paths[i]) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(asdict(Answer(p.id, p.kind, ids, t)))+'\n' for (p,ids),t in zip(shards[i], tokens)).encode(), mtime=0))
             bar.update(len(shards[i]))
     await_shards(paths)
     return load_answers(out)
@@ -145,7 +164,9 @@ def load_answers(
     "All answers of a folder; FileNotFoundError, or ValueError for a damaged or unfinished one."
     path = Path(path)
     if not (path/'about.json').exists(): raise FileNotFoundError(f"no answers in {path}: make them with answer_prompts")
-    about,rows = json.loads((path/'about.json').read_text()),[]
+    try: about,rows = json.loads((path/'about.json').read_text()),[]
+    except ValueError as e: raise ValueError(f"{path/'about.json'} is damaged ({e}): delete the folder and answer again") from e
+    if lacking := {'target', 'revision', 'template', 'prompts', 'prompts_hash', 'count', 'max_new_tokens'}-set(about): raise ValueError(f"{path/'about.json'} lacks {min(lacking)!r}: it is not of answer_prompts; delete the folder and answer again")
     for p in sorted(path.glob('answers-*.jsonl.gz')):
         try: rows += [Answer(**r) for r in read_rows(p)]
         except (ValueError, TypeError) as e: raise ValueError(f"{p} is damaged ({e}): delete that file and answer again") from e
@@ -156,14 +177,16 @@ def load_answers(
 def join_answers(
     parts # of Answers to one target
 ) -> Answers:
-    "All answers as one set. ValueError for answers of different models or chat templates."
+    "All answers as one set. ValueError for answers of different models or chat templates, or for the same ones twice."
+    if not parts: raise ValueError("parts is empty: no answers to join")
     first = parts[0]
     if len(parts) == 1: return first
     for p in parts[1:]:
         for k in ('revision', 'template'):
             if p.about[k] != first.about[k]: raise ValueError(f"answers to {p.about['prompts']} were made with {k}={p.about[k]!r}, those to {first.about['prompts']} with {first.about[k]!r}: answer both with one model and template")
+    if len({p.hash for p in parts}) < len(parts): raise ValueError(f"parts: the same answers are given twice ({', '.join(p.about['prompts'] for p in parts)})")
     every = lambda k: [p.about[k] for p in parts]
-    about = dict(first.about, prompts=' + '.join(every('prompts')), prompts_hash=hashlib.sha256(''.join(every('prompts_hash')).encode()).hexdigest(), count=sum(every('count')), max_new_tokens=max(every('max_new_tokens')))
+    about = dict(first.about, prompts=' + '.join(every('prompts')), prompts_hash=hashlib.sha256(''.join(every('prompts_hash')).encode()).hexdigest(), count=sum(every('count')), max_new_tokens=first.about['max_new_tokens'] if len(set(every('max_new_tokens'))) == 1 else None)
     return Answers(tuple(a for p in parts for a in p), about)
 
 # %% ../../nbs/draft/30_answers.ipynb #5a1758d6

@@ -8,15 +8,14 @@ import json, re
 from pathlib import Path
 import torch
 from ..assets import atomic
-from .eagle3 import Eagle3Config, Eagle3Draft
+from .eagle3 import FLAGS, Eagle3Config, Eagle3Draft
 from ..layers import engine_ids
+from ..targets import dtype_of
 
 # %% auto #0
 __all__ = ['save_draft', 'load_draft', 'attach', 'export_draft']
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #37ebcea5
-_FLAGS = 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'norm_output'
-
 def _verifier(name):
     "The name that an engine can load: the hub's, for models that the manifest knows."
     from sdsel.assets import manifest
@@ -26,7 +25,7 @@ def _verifier(name):
 def _speculators(e, length):
     "config.json as speculators 0.9 and vLLM read it."
     return dict(architectures=['Eagle3DraftModel'], speculators_model_type='eagle3', speculators_version='0.9.0', draft_vocab_size=e.draft_vocab_size,
-                eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'speculators')), target_hidden_size=e.target_hidden_size, **{f: getattr(e, f) for f in _FLAGS}, tie_word_embeddings=False,
+                eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'speculators')), target_hidden_size=e.target_hidden_size, **{f: getattr(e, f) for f in FLAGS}, tie_word_embeddings=False,
                 speculators_config=dict(algorithm='eagle3', default_proposal_method='greedy', proposal_methods=[dict(proposal_type='greedy', speculative_tokens=length)],
                                         verifier=dict(name_or_path=_verifier(e.target), architectures=[e.architecture])),
                 transformer_layer_config=dict(model_type='llama', **e.llama, rope_theta=e.llama['rope_parameters']['rope_theta'], num_aux_hidden_states=len(e.layers)))
@@ -34,7 +33,7 @@ def _speculators(e, length):
 def _eagle(e, length):
     "config.json as EAGLE and SGLang read it; vLLM finds its own ids at the top level."
     native = engine_ids(e.layers, e.target_layers, 'sglang')
-    if on := [f for f in _FLAGS if getattr(e, f)]: raise ValueError(f"{on[0]}=True: EAGLE and SGLang don't know that norm and would ignore it: export as 'speculators'")
+    if on := [f for f in FLAGS if getattr(e, f)]: raise ValueError(f"{on[0]}=True: EAGLE and SGLang don't know that norm and would ignore it: export as 'speculators'")
     return dict(architectures=['LlamaForCausalLMEagle3'], model_type='llama', **e.llama, rope_theta=e.llama['rope_parameters']['rope_theta'], draft_vocab_size=e.draft_vocab_size, target_hidden_size=e.target_hidden_size,
                 num_aux_hidden_states=len(e.layers), eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'vllm')),
                 eagle_config=dict(eagle_aux_hidden_state_layer_ids=list(native), use_aux_hidden_state=True))
@@ -42,18 +41,28 @@ def _eagle(e, length):
 FORMATS = dict(speculators=_speculators, eagle=_eagle)
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #9af79892
+def _float(dtype):
+    d = dtype_of(dtype)
+    if d is not None and not d.is_floating_point: raise ValueError(f"dtype={dtype!r} holds no fractions: take 'bfloat16', 'float16' or 'float32'")
+    return d
+
+def _shape(e): return f"layers {' '.join(map(str, e.layers))}, norms {' '.join(f for f in FLAGS if getattr(e, f)) or 'plain'}" # written beside the weights too: a kill between two files leaves an odd pair
+
 def save_draft(
     draft,           # Eagle3Draft
     path,            # folder
     format:str='speculators', # of FORMATS
     length:int=5,    # guesses per round that the engine should make
     embedding:bool=False, # also write the target's embedding
-    dtype=None       # of the weights; default: as they are
+    dtype=None       # of the weights, a torch dtype or its name; default: as they are
 ) -> Path:
     "Write config.json and model.safetensors. ValueError for a set of layers or norms that the format's engines can't run."
     from safetensors.torch import save_file
     e,path = draft.eagle,Path(path)
     if format not in FORMATS: raise ValueError(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1: raise ValueError(f"length={length!r} must be a whole number >= 1")
+    if embedding and not getattr(draft, 'embedded', True): raise ValueError("embedding: the draft's files hold none; load it with its target, or pass embedding=False")
+    dtype = _float(dtype)
     if e.target_layers is None: raise ValueError("the number of the target's layers is unknown, so layer ids can't be checked: load the draft with target=...")
     if format == 'eagle' and draft.num_layers > 1: raise ValueError(f"the draft has {draft.num_layers} layers: EAGLE's format holds one; export as 'speculators'")
     config = FORMATS[format](e, length)
@@ -62,26 +71,27 @@ def save_draft(
     if e.draft_vocab_size == e.llama['vocab_size']: del tensors['d2t'],tensors['t2d']
     name = lambda n: n.replace('layers.0.', 'midlayer.') if format == 'eagle' else n
     tensors = {name(n): (t.to(dtype) if dtype and t.is_floating_point() else t).cpu().contiguous() for n,t in tensors.items()}
-    with atomic(path/'model.safetensors') as tmp: save_file(tensors, tmp, {'format': 'pt'})
+    with atomic(path/'model.safetensors') as tmp: save_file(tensors, tmp, {'format': 'pt', 'sdsel': _shape(e)})
     with atomic(path/'config.json') as tmp: tmp.write_text(json.dumps(config, indent=1)+'\n')
     return path
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #c748aaef
 def _config(c, path):
     "Eagle3Config from either config.json."
-    flags,own = {f: bool(c.get(f, False)) for f in _FLAGS},c.get('sdsel', {})
+    flags,own = {f: bool(c.get(f, False)) for f in FLAGS},c.get('sdsel') or {}
     if 'transformer_layer_config' in c:
         if 'norm_before_residual' not in c: raise ValueError(f"{path} does not say norm_before_residual, which vLLM and speculators default differently: add it to config.json")
-        layer,verifier = dict(c['transformer_layer_config']),c.get('speculators_config', {}).get('verifier', {})
+        layer,verifier = dict(c['transformer_layer_config']),(c.get('speculators_config') or {}).get('verifier') or {}
         if layer.get('model_type', 'llama') != 'llama': raise ValueError(f"{path}: a draft layer of type {layer['model_type']!r}; sdsel reads 'llama'")
         ids = c.get('eagle_aux_hidden_state_layer_ids')
     else:
         layer,verifier = dict(c),{}
-        nested = c.get('eagle_config', {}).get('eagle_aux_hidden_state_layer_ids')
+        nested = (c.get('eagle_config') or {}).get('eagle_aux_hidden_state_layer_ids')
         ids = c.get('eagle_aux_hidden_state_layer_ids') or (nested and [i+1 for i in nested]) # nested ones count outputs of layers
     if not ids: raise ValueError(f"{path} names no layers (eagle_aux_hidden_state_layer_ids): add them to config.json; guessing them costs most of the acceptance")
-    rope = layer.get('rope_parameters') or {**(layer.get('rope_scaling') or {}), 'rope_theta': layer.get('rope_theta', 10000.)}
-    layer['rope_parameters'] = {'rope_type': 'default', **rope}
+    rope = {'rope_theta': layer.get('rope_theta', 10000.), **(layer.get('rope_scaling') or {}), **(layer.get('rope_parameters') or {})}
+    kind = rope.pop('type', 'default') # its older name
+    layer['rope_parameters'] = {'rope_type': kind, **rope}
     layer.setdefault('head_dim', layer['hidden_size']//layer['num_attention_heads'])
     layer.setdefault('num_key_value_heads', layer['num_attention_heads'])
     keys = 'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'hidden_act', 'rms_norm_eps', 'max_position_embeddings', 'rope_parameters'
@@ -110,21 +120,25 @@ def _check(draft, tensors, path):
 def load_draft(
     path,        # folder with config.json and model.safetensors, of either format
     target=None, # Target: gives the embedding, and checks that the draft fits
-    dtype=None   # of the weights; default: as stored
+    dtype=None   # of the weights, a torch dtype or its name; default: as stored
 ) -> Eagle3Draft:
     "A draft from speculators, EAGLE or SGLang files. FileNotFoundError, or ValueError naming the file and what is wrong with it."
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
-    path = Path(path)
+    path,dtype = Path(path),_float(dtype)
     if not (path/'config.json').is_file(): raise FileNotFoundError(f"no draft in {path}: config.json is missing")
     files = sorted(path.glob('model.safetensors')) or sorted(path.glob('model-*.safetensors'))
     if not files: raise FileNotFoundError(f"no model.safetensors in {path}: only .safetensors files are read, never pickles; convert them first")
     try: config = json.loads((path/'config.json').read_text())
     except ValueError as e: raise ValueError(f"{path/'config.json'} is damaged ({e})") from e
-    try: tensors = {re.sub(r'^midlayer\.', 'layers.0.', k): v for f in files for k,v in load_file(f).items()}
+    try:
+        tensors = {re.sub(r'^midlayer\.', 'layers.0.', k): v for f in files for k,v in load_file(f).items()}
+        with safe_open(files[0], 'pt') as f: saved = (f.metadata() or {}).get('sdsel')
     except SafetensorError as e: raise ValueError(f"{path}: the weights are damaged or truncated ({e}): export again") from e
     try: e = _config(config, path)
     except KeyError as k: raise ValueError(f"{path/'config.json'} lacks {k}") from None
+    except (TypeError, AttributeError) as t: raise ValueError(f"{path/'config.json'} is not as it should be ({t})") from t
+    if saved not in (None, _shape(e)): raise ValueError(f"{path}: the weights were saved for {saved}, config.json says {_shape(e)}: saving was interrupted, or the file was changed; save again")
     draft = Eagle3Draft(e)
     _check(draft, tensors, path)
     draft = draft.to(dtype or tensors['fc.weight'].dtype)
@@ -163,12 +177,12 @@ def export_draft(
     target=None   # Target or its name, for drafts of others that don't say how deep theirs is
 ) -> Path:
     "Write a draft for an engine and read it back: every tensor must be equal bit by bit."
-    from sdsel.targets import Target, dtype_of, load_target
+    from sdsel.targets import Target, load_target
     if format not in FORMATS: raise ValueError(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
-    dtype = dtype_of(dtype)
+    dtype = _float(dtype)
     if target is not None and not isinstance(target, Target): target = load_target(target)
-    if not isinstance(draft, Eagle3Draft): draft = load_draft(draft, target)
-    if embedding and not getattr(draft, 'embedded', True): raise ValueError("embedding: the draft's files hold none; pass its target, or embedding=False")
+    if not isinstance(draft, Eagle3Draft): draft = load_draft(draft)
+    if target is not None: attach(draft, target)
     path = save_draft(draft, path, format, length, embedding, dtype)
     again = load_draft(path).state_dict()
     for n,x in draft.state_dict().items():

@@ -18,13 +18,15 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..layers import check_layers, describe
 
 # %% auto #0
-__all__ = ['INITS', 'Eagle3Config', 'config_for', 'Attention', 'DraftLayer', 'extended', 'Eagle3Draft', 'unroll', 'ttt', 'read',
-           'weights_hash', 'make_draft']
+__all__ = ['FLAGS', 'INITS', 'Eagle3Config', 'config_for', 'Attention', 'DraftLayer', 'extended', 'Eagle3Draft', 'unroll', 'ttt',
+           'read', 'weights_hash', 'make_draft']
 
 # %% ../../nbs/draft/31_eagle3.ipynb #f7301ded
+FLAGS = 'norm_before_residual', 'norm_before_fc', 'fc_norm', 'norm_output'
+
 @dataclass(frozen=True)
 class Eagle3Config:
-    "Shape of a draft, and the target it belongs to. The norm flags exist for drafts made elsewhere; ours leave them off."
+    "Shape of a draft, and the target it belongs to. The norm flags exist for drafts made elsewhere; ours leave them off unless asked."
     layers:tuple[int, ...]      # boundary indices, ascending
     draft_vocab_size:int        # Vd
     llama:dict                  # of transformers' LlamaConfig: the draft's decoder layers, H, V
@@ -44,6 +46,7 @@ class Eagle3Config:
         if list(self.layers) != sorted(set(self.layers)) or not self.layers: raise ValueError(f"layers={self.layers} must be distinct boundary indices in ascending order")
         V = self.decoder.vocab_size
         if not 1 <= self.draft_vocab_size <= V: raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must be between 1 and {V}, the target's vocabulary")
+        if (n := self.llama.get('num_hidden_layers', 1)) < 1: raise ValueError(f"num_hidden_layers={n!r} must be at least 1")
         if self.norm_before_fc and self.fc_norm: raise ValueError("norm_before_fc and fc_norm exclude each other")
 
     @property
@@ -69,9 +72,9 @@ def config_for(
     layers,           # boundary indices
     draft_vocab_size:int,
     num_hidden_layers:int=1, # of the draft
-    **changes         # of LlamaConfig, e.g. intermediate_size
+    **changes         # a norm flag of `Eagle3Config`, or of LlamaConfig, e.g. intermediate_size
 ) -> Eagle3Config:
-    "A draft of the target's own width and positions; ValueError for layers it does not have."
+    "A draft of the target's own width and positions; ValueError for layers it does not have, and for options that are none."
     c,layers = target.config,check_layers(layers, target.num_layers)
     E = target.model.get_input_embeddings().weight.shape
     if E[1] != c.hidden_size: raise ValueError(f"{target.name}: embeddings of width {E[1]} and states of width {c.hidden_size}: an EAGLE-3 draft needs them equal")
@@ -79,7 +82,11 @@ def config_for(
     llama = dict(vocab_size=E[0], hidden_size=c.hidden_size, intermediate_size=getattr(c, 'intermediate_size', None) or getattr(c, 'ffn_dim', 4*c.hidden_size), num_hidden_layers=num_hidden_layers,
                  num_attention_heads=heads, num_key_value_heads=getattr(c, 'num_key_value_heads', None) or heads, head_dim=getattr(c, 'head_dim', None) or c.hidden_size//heads, hidden_act='silu',
                  rms_norm_eps=getattr(c, 'rms_norm_eps', None) or 1e-6, max_position_embeddings=getattr(c, 'max_position_embeddings', None) or 2048, rope_parameters=_rope(c), tie_word_embeddings=False)
-    return Eagle3Config(layers, draft_vocab_size, {**llama, **changes}, target.num_layers, target.name, type(target.model).__name__, target.provenance.get('revision'))
+    flags = {k: changes.pop(k) for k in FLAGS if k in changes}
+    if strange := [k for k in changes if k not in llama or k in ('vocab_size', 'hidden_size')]: raise ValueError(f"{strange[0]}={changes[strange[0]]!r} is no option of a draft: choose from num_hidden_layers, {', '.join([*llama][2:-1])}, {', '.join(FLAGS)}")
+    llama |= changes
+    if llama['num_attention_heads'] % llama['num_key_value_heads']: raise ValueError(f"num_key_value_heads={llama['num_key_value_heads']} must divide num_attention_heads={llama['num_attention_heads']}")
+    return Eagle3Config(layers, draft_vocab_size, llama, target.num_layers, target.name, type(target.model).__name__, target.provenance.get('revision'), **flags)
 
 # %% ../../nbs/draft/31_eagle3.ipynb #356139e3
 class Attention(nn.Module):
@@ -301,9 +308,9 @@ def _copy_block(draft, block):
 def _take_over(draft, trained):
     "All weights of a trained draft; head rows of tokens that it lacks stay as they are."
     if trained.eagle.layers != draft.eagle.layers: raise ValueError(f"init: the trained draft reads layers {trained.eagle.layers}, the new one {draft.eagle.layers}: train with the same layers")
+    for k,a,b in [(f, getattr(draft.eagle, f), getattr(trained.eagle, f)) for f in FLAGS]+[(k, v, getattr(trained.config, k, None)) for k,v in draft.eagle.llama.items()]:
+        if a != b: raise ValueError(f"init: the trained draft has {k}={b!r}, the new one {a!r}: make the new one with the same options")
     own,theirs = (dict(d.named_parameters()) for d in (draft, trained))
-    if strange := [n for n in own.keys()|theirs.keys() if n != 'lm_head.weight' and getattr(own.get(n), 'shape', None) != getattr(theirs.get(n), 'shape', None)]:
-        raise ValueError(f"init: {strange[0]} of the trained draft has another shape, or only one of both has it: make the new one with the same options")
     for n,p in own.items():
         if n == 'lm_head.weight': known = trained.t2d[draft.vocabulary]; p[known] = theirs[n][trained.t2d.cumsum(0)[draft.vocabulary[known]]-1].to(p.dtype)
         elif n != 'embed_tokens.weight': p.copy_(theirs[n])
@@ -331,8 +338,9 @@ def make_draft(
     **config     # of `config_for`
 ) -> Eagle3Draft:
     "A new draft for a target, on its device, float32."
-    if isinstance(init, str) and init not in INITS and not Path(init).is_dir(): raise ValueError(f"init={init!r} is unknown: choose one of {', '.join(INITS)}, or a draft's folder")
-    trained = None if init in INITS else init if isinstance(init, Eagle3Draft) else Eagle3Draft.from_pretrained(init, target=target)
+    from sdsel.draft.checkpoints import attach
+    if not isinstance(init, Eagle3Draft) and init not in INITS and not (isinstance(init, (str, Path)) and Path(init).is_dir()): raise ValueError(f"init={init!r} is unknown: choose one of {', '.join(INITS)}, or a trained draft or its folder")
+    trained = None if init in INITS else attach(init if isinstance(init, Eagle3Draft) else Eagle3Draft.from_pretrained(init), target)
     torch.manual_seed(seed)
     draft = Eagle3Draft(config_for(target, layers, len(vocabulary), **config), vocabulary).to(target.device)
     draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)

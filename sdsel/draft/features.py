@@ -4,15 +4,14 @@
 
 # %% ../../nbs/draft/33_features.ipynb #3a58d650
 from __future__ import annotations
-import json
+import hashlib, json
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 import torch
 from ..analysis.states import CONVENTION
 from ..assets import atomic, need_space, say
-from ..decoding.kernels import fast_linears
-from .answers import await_shards, check_about, my_shards, template_hash
+from .answers import await_shards, check_about, check_owner, my_shards
 from ..layers import check_layers
 
 # %% auto #0
@@ -37,10 +36,13 @@ def collate(sequences, prompts, aux, final):
     return Batch(ids, x, torch.cat(list(final)), mask)
 
 # %% ../../nbs/draft/33_features.ipynb #0c93d3a7
+def _hash(answers, max_length, dtype):
+    "Identifies what a source gives, apart from the boundaries."
+    return hashlib.sha256(f'{answers} {max_length} {dtype}'.encode()).hexdigest()
+
 def _sequences(target, answers, max_length):
     "Ids and prompt lengths of all answers, cut to `max_length`; ValueError for what does not belong to the target."
-    if answers.about['revision'] != target.provenance.get('revision'): raise ValueError(f"the answers are those of {answers.about['target']} ({str(answers.about['revision'])[:12]}), not of {target.name}: answer again with this model")
-    if answers.about['template'] not in (None, template_hash(target.tokenizer)): raise ValueError("the answers were made with another chat template than the target's: answer again")
+    check_owner(answers, target)
     rows = [([*a.prompt, *a.tokens][:max_length], len(a.prompt)) for a in answers if len(a.prompt) < max_length and len(a.tokens) > 1]
     if not rows: raise ValueError(f"no answer is left: all {len(answers)} are shorter than two tokens, or their prompts longer than max_length={max_length}; the loss mask would be all zero")
     if (top := max(max(ids) for ids,_ in rows)) >= target.vocab_size: raise ValueError(f"tokenizer mismatch: the answers hold token {top}, {target.name} embeds only {target.vocab_size}")
@@ -68,7 +70,8 @@ class Online:
     ):
         self.target,self.layers = target,check_layers(layers, target.num_layers)
         self.sequences,self.prompts = map(list, _sequences(target, answers, max_length))
-        self.dtype,self.hash = dtype or target.dtype,answers.about['prompts_hash']
+        self.dtype = dtype or target.dtype
+        self.hash = _hash(answers.hash, max_length, str(self.dtype)[6:])
 
     def __len__(self): return len(self.sequences)
     lengths = property(lambda self: np.array([len(s) for s in self.sequences]))
@@ -77,7 +80,7 @@ class Online:
     def batch(self, indices) -> Batch:
         "States of some sequences."
         s,p = [self.sequences[i] for i in indices],[self.prompts[i] for i in indices]
-        with fast_linears(self.target): states,final = zip(*_captured(self.target, s, p, self.layers, self.dtype))
+        states,final = zip(*_captured(self.target, s, p, self.layers, self.dtype))
         return collate(s, p, [torch.cat(list(x.values()), -1) for x in states], final)
 
 # %% ../../nbs/draft/33_features.ipynb #28c565bb
@@ -90,7 +93,7 @@ def store_features(
     target,          # Target
     answers,         # Answers
     out,             # folder
-    layers=None,     # boundary indices; default all that may feed a draft, 1..L-1
+    layers=None,     # boundary indices; default all that may feed a draft, 1..L
     dtype:str='bfloat16', # of DTYPES
     max_length:int=2048,
     shard_tokens:int=32768, batch_tokens:int=2048
@@ -99,11 +102,11 @@ def store_features(
     from safetensors.torch import save_file
     from tqdm.auto import tqdm
     if dtype not in DTYPES: raise ValueError(f"dtype={dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    layers = check_layers(range(1, target.num_layers) if layers is None else layers, target.num_layers)
+    layers = check_layers(range(1, target.num_layers+1) if layers is None else layers, target.num_layers)
     sequences,prompts = map(list, _sequences(target, answers, max_length))
     tokens,rows,width = sum(map(len, sequences)),sum(len(s)-p for s,p in zip(sequences, prompts)),target.hidden_size
     size = (tokens*len(layers)+rows)*width*DTYPES[dtype].itemsize
-    check_about(out, dict(target=target.name, revision=target.provenance.get('revision'), convention=CONVENTION, num_layers=target.num_layers, width=width, layers=list(layers), dtype=dtype, prompts_hash=answers.about['prompts_hash'],
+    check_about(out, dict(target=target.name, revision=target.provenance.get('revision'), convention=CONVENTION, num_layers=target.num_layers, width=width, layers=list(layers), dtype=dtype, answers_hash=answers.hash,
                           template=answers.about['template'], max_length=max_length, shard_tokens=shard_tokens, sequences=len(sequences), tokens=tokens), 'store features')
     ends = np.cumsum([len(s) for s in sequences])
     shards = [np.flatnonzero((ends-1)//shard_tokens == i) for i in range(-(-tokens//shard_tokens))]
@@ -114,7 +117,7 @@ def store_features(
     todo = sum(len(sequences[j]) for i in missing for j in shards[i])
     say(f"{target.name}: {todo} tokens to read, {len(layers)} boundaries in {dtype}: {size*todo/tokens/1e6:.0f} MB in {out}")
     need_space(Path(out), int(size*todo/tokens), 'features')
-    with fast_linears(target), tqdm(total=todo, desc='features', unit='tok', disable=None) as bar:
+    with tqdm(total=todo, desc='features', unit='tok', disable=None) as bar:
         for i in missing:
             tensors,group,got = {},[],{}
             order = sorted(shards[i], key=lambda j: len(sequences[j]))
@@ -154,7 +157,7 @@ class Features:
             self.files.append(f)
         if len(self.sequences) != self.about['sequences']: raise ValueError(f"{path} holds {len(self.sequences)} of {self.about['sequences']} sequences: run store_features again to finish it")
         self.lengths = np.array([len(s) for s in self.sequences])
-        self.rows,self.hash = self.lengths-np.array(self.prompts),self.about['prompts_hash']
+        self.rows,self.hash = self.lengths-np.array(self.prompts),_hash(*(self.about[k] for k in ('answers_hash', 'max_length', 'dtype')))
 
     def __len__(self): return len(self.sequences)
     def __repr__(self): return f"Features({self.about['target']}: {len(self)} sequences, {self.lengths.sum()} tokens, {self.rows.sum()} rows with a loss, boundaries {', '.join(map(str, self.layers))}, {self.about['dtype']})"

@@ -6,12 +6,12 @@
 from __future__ import annotations
 from pathlib import Path
 from dataclasses import asdict, replace
-from .answers import answer_prompts, count_tokens, draft_vocabulary, join_answers, load_answers
+from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, load_answers
 from .checkpoints import save_draft
-from .eagle3 import INITS, make_draft
+from .eagle3 import make_draft
 from .features import DTYPES, Online, Part, store_features
 from .training import TrainConfig, train
-from ..layers import check_layers, default_layers
+from ..layers import check_layers, default_layers, engine_ids
 
 # %% auto #0
 __all__ = ['draft_folder', 'train_eagle3']
@@ -47,11 +47,12 @@ def train_eagle3(
     if isinstance(draft_vocab_size, bool) or not isinstance(draft_vocab_size, int) or draft_vocab_size < 1: raise ValueError(f"draft_vocab_size={draft_vocab_size!r} must be a whole number >= 1")
     if store not in ('all', 'online', *DTYPES): raise ValueError(f"store={store!r} is unknown: choose one of {', '.join(DTYPES)}, 'all' or 'online'")
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
-    if kw.get('init', 'block') not in INITS: make_draft(target, layers, [0], **kw) # what does not fit fails now
-    out = Path(out)
+    engine_ids(layers, target.num_layers, 'speculators') # what could not be saved, or does not fit, fails now
+    make_draft(target, layers, [0], **kw)
+    out,also = Path(out),[load_answers(a) for a in ([also] if isinstance(also, (str, Path)) else also)]
+    for a in also: check_owner(a, target)
     folder = draft_folder(out, layers, share)
-    also = [load_answers(a) for a in also]
-    answers = join_answers([answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw), *also])
+    answers = join_answers([answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw, max_length=max_length), *also])
     if store == 'online': source = Online(target, answers, layers, max_length)
     else:
         stored = store_features(target, answers, out/'features' if store == 'all' else out/f'features-{draft_folder(out, layers).name}', None if store == 'all' else layers, 'bfloat16' if store == 'all' else store, max_length)
@@ -61,6 +62,6 @@ def train_eagle3(
     if share < 1: source = Part(source, share, config.seed)
     draft = make_draft(target, layers, vocabulary, config.seed, **kw)
     trainer = train(draft, target, source, folder, config)
-    draft.eagle = replace(draft.eagle, about=dict(draft.eagle.about, config=asdict(config), prompts=answers.about['prompts'], prompts_hash=source.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
+    draft.eagle = replace(draft.eagle, about=dict(draft.eagle.about, config=asdict(config), prompts=answers.about['prompts'], prompts_hash=prompts.hash, answers_hash=answers.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
     if trainer.accelerator.is_main_process: save_draft(draft, folder/'draft', length=config.steps)
     return draft.requires_grad_(False)

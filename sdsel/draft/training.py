@@ -4,7 +4,7 @@
 
 # %% ../../nbs/draft/34_training.ipynb #9b6443b3
 from __future__ import annotations
-import csv, json, math, time
+import csv, hashlib, json, math, time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,10 +47,14 @@ class TrainConfig:
         for name in ('steps', 'batch', 'accumulation', 'save_every'):
             v = getattr(self, name)
             if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name}={v!r} must be a whole number >= 1")
-        for name,lo,hi in ('decay', 0, 1), ('warmup', 0, 1), ('ema', 0, 1):
-            if not lo <= getattr(self, name) <= hi: raise ValueError(f"{name}={getattr(self, name)!r} must be between {lo} and {hi}")
+        for name in ('decay', 'warmup', 'ema'):
+            if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
+        if self.ema == 1: raise ValueError("ema=1.0 would keep the weights of the start: give less than 1")
         for name in ('epochs', 'lr', 'clip'):
-            if not getattr(self, name) > 0: raise ValueError(f"{name}={getattr(self, name)!r} must be > 0")
+            if not 0 < getattr(self, name) < math.inf: raise ValueError(f"{name}={getattr(self, name)!r} must be > 0 and finite")
+        if not 0 <= self.weight_decay < math.inf: raise ValueError(f"weight_decay={self.weight_decay!r} must be >= 0 and finite")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas): raise ValueError(f"betas={self.betas!r} must be two numbers, at least 0 and below 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0: raise ValueError(f"seed={self.seed!r} must be a whole number >= 0")
         if self.schedule not in SCHEDULES: raise ValueError(f"schedule={self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
         if self.precision not in ('fp32', 'bf16'): raise ValueError(f"precision={self.precision!r} must be 'fp32' or 'bf16'")
 
@@ -149,9 +153,10 @@ class Trainer:
     "Trains a draft on a source of batches, in a folder."
     def __init__(self, draft, target, source, config, out):
         from accelerate import Accelerator
-        self.accelerator = Accelerator(cpu=target.device.type == 'cpu', mixed_precision='bf16' if config.precision == 'bf16' else 'no')
+        self.accelerator = Accelerator(cpu=target.device.type == 'cpu', mixed_precision='no') # its precision is fixed for the life of a process, ours is not
         self.source,self.config,self.out = source,config,Path(out)
-        self.draft = draft.to(self.accelerator.device)
+        self.draft = draft.float().to(self.accelerator.device)
+        for n,p in draft.named_parameters(): p.requires_grad_(n != 'embed_tokens.weight')
         self.draft.gradient_checkpointing = config.gradient_checkpointing
         params = [p for p in draft.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
@@ -159,7 +164,7 @@ class Trainer:
         self.lesson = Lesson(self.draft, target, config)
         self.per_epoch = -(-len(source)//config.batch)
         self.total = max(1, round(config.epochs*self.per_epoch))
-        self.about = dict(target=target.name, revision=target.provenance.get('revision'), layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, llama=draft.eagle.llama, init=draft.eagle.about.get('init'), prompts_hash=source.hash, sequences=len(source), **{k: list(v) if isinstance(v, tuple) else v for k,v in asdict(config).items() if k not in ('save_every', 'compile', 'accumulation', 'gradient_checkpointing')})
+        self.about = dict(target=target.name, revision=target.provenance.get('revision'), layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, llama=draft.eagle.llama, init=draft.eagle.about.get('init'), vocabulary=hashlib.sha256(str(draft.vocabulary.tolist()).encode()).hexdigest()[:16], data=source.hash, sequences=len(source), **{k: list(v) if isinstance(v, tuple) else v for k,v in asdict(config).items() if k not in ('save_every', 'compile', 'accumulation', 'gradient_checkpointing')})
         self.step,self.tokens,self.seconds = 0,0,0.
         if self.checkpoint.exists():
             meta = _load(self.checkpoint, self.draft, self.optimizer, self.average, self.about)
@@ -186,9 +191,10 @@ def train_step(trainer, indices) -> dict:
     count = torch.tensor(row_counts(t.source, indices, c.steps).clip(1), dtype=torch.float32, device=a.device)
     for g in t.optimizer.param_groups: g['lr'] = t.lr(t.step)
     mine,stats = indices[a.process_index::a.num_processes],torch.zeros(c.steps, 3, dtype=torch.float64, device=a.device)
-    for part in [p for p in np.array_split(mine, c.accumulation) if len(p)]:
-        batch = t.source.batch(part).to(a.device, torch.float32)
-        loss,s = t.run_lesson(batch, count)
+    for part in np.array_split(mine, min(c.accumulation, -(-len(indices)//a.num_processes))): # as many for all: processes wait for each other
+        batch = t.source.batch(part if len(part) else indices[:1]).to(a.device, torch.float32)
+        with torch.autocast(a.device.type, torch.bfloat16, enabled=c.precision == 'bf16'): loss,s = t.run_lesson(batch, count)
+        if not len(part): loss,s = loss*0,s*0
         if not torch.isfinite(loss): raise FloatingPointError(_culprit(t, part, count))
         a.backward(loss*a.num_processes) # gradients are averaged over processes
         stats += s
@@ -219,7 +225,8 @@ class _Log:
     "A CSV file that a resumed run continues where the checkpoint stood, and TensorBoard if it is installed."
     def __init__(self, folder, step):
         self.path = folder/'train.csv'
-        rows = [r for r in csv.DictReader(self.path.open()) if int(r['step']) <= step] if self.path.exists() else []
+        rows = list(csv.DictReader(self.path.open(errors='replace'))) if self.path.exists() else []
+        rows = [r for r in rows if None not in r.values() and r['step'].isdigit() and int(r['step']) <= step] # the last line may be torn
         with atomic(self.path) as tmp, tmp.open('w', newline='') as f:
             if rows: w = csv.DictWriter(f, rows[0].keys()); w.writeheader(); w.writerows(rows)
         try: from torch.utils.tensorboard import SummaryWriter; self.board = SummaryWriter(folder/'tensorboard', purge_step=step+1)
@@ -254,7 +261,7 @@ def train(
     t = Trainer(draft, target, source, config, out)
     main = t.accelerator.is_main_process
     if main: say(f"{draft.name}: {sum(p.numel() for p in draft.parameters() if p.requires_grad)/1e6:.1f}M weights to train, {t.total-t.step} steps of {config.batch} sequences, {int(source.rows.sum())} rows per epoch")
-    end = min(t.total, t.step+(stop_after or t.total))
+    end = t.total if stop_after is None else min(t.total, t.step+stop_after)
     with closing(_Log(t.out, t.step)) if main else nullcontext() as log, tqdm(total=t.total, initial=t.step, desc='train', unit='step', disable=None if main else True) as bar:
         while t.step < end:
             epoch,at = divmod(t.step, t.per_epoch)
@@ -280,6 +287,7 @@ def simulated_length(
     batch:int=16
 ) -> tuple[float, list[float]]: # tokens per round with the bonus, and for each step the share of rows where all guesses up to it are right
     "Teacher-forced accepted length over rows with `steps` own words of the target ahead."
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: raise ValueError(f"steps={steps!r} must be a whole number >= 1")
     right,n = torch.zeros(steps),0
     for part in batches(source.lengths, batch, 0, 0):
         b = source.batch(part).to(draft.device, draft.dtype)

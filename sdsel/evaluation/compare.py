@@ -29,10 +29,11 @@ def compare(
     sides,  # name -> function of ids that returns a Generation or a list of new tokens; the first one's text is the reference
     target, # Target
     prompt, # Prompt
-    turn:int# which side begins
+    turn:int,# which side begins
+    raw:bool=False # no chat template
 ) -> dict:  # seconds, tokens, rounds by side, and where texts part
     "All sides on one prompt."
-    ids,row,texts,names = prompt_ids(target, prompt),dict(prompt=prompt.id, kind=prompt.kind, seconds={}, tokens={}, rounds={}, bookkeeping={}),{},list(sides)
+    ids,row,texts,names = prompt_ids(target, prompt, raw),dict(prompt=prompt.id, kind=prompt.kind, seconds={}, tokens={}, rounds={}, bookkeeping={}),{},list(sides)
     for side in names[turn % len(names):]+names[:turn % len(names)]:
         start = time.perf_counter(); out = sides[side](ids)
         row['seconds'][side] = time.perf_counter()-start
@@ -66,6 +67,7 @@ def evaluate(
     width=1,          # > 1: a tree
     max_new_tokens:int=128,
     lengths=(),       # more lengths to measure beside it, e.g. ('auto',)
+    raw:bool=False,   # no chat template
     out=None          # a .json file, written after each prompt
 ) -> dict:            # `digest`, with rows, and what was compared
     "A draft against the same loop without one and against transformers' generate. Greedy, since texts are compared."
@@ -79,13 +81,13 @@ def evaluate(
     if isinstance(draft, (str, Path)) and not str(draft).startswith('first:') and model is not None: draft = model # loaded once
     sides = {'generate': lambda ids: reference(target, ids, max_new_tokens), 'sdsel ar': lambda ids: generate(target, ids, max_new_tokens=max_new_tokens)}
     for n in (length, *lengths): sides[f'sdsel {method} {n}'] = lambda ids, n=n: generate(target, ids, method=method, draft=draft, length=n, width=width, max_new_tokens=max_new_tokens)
-    warm = prompt_ids(target, prompts.prompts[0])
+    warm = prompt_ids(target, prompts.prompts[0], raw)
     for f in sides.values(): f(warm) # packs weights, measures costs
-    about = dict(target=target.name, revision=target.provenance.get('revision'), draft=model.name if model is not None else None, draft_about=getattr(model, 'provenance', None), method=method, length=length, width=width, max_new_tokens=max_new_tokens,
+    about = dict(target=target.name, revision=target.provenance.get('revision'), draft=model.name if model is not None else None, draft_about=getattr(model, 'provenance', None), method=method, length=length, width=width, max_new_tokens=max_new_tokens, raw=raw,
                  prompts=prompts.name, prompts_hash=prompts.hash, versions=versions(), load_average=os.getloadavg())
     rows,result = [],{}
     for i,p in enumerate(tqdm(prompts.prompts, desc='evaluate', unit='prompt', disable=None)):
-        rows.append(compare(sides, target, p, i))
+        rows.append(compare(sides, target, p, i, raw))
         if i: result = dict(about, **digest(rows), rows=rows)
         if i and out:
             with atomic(Path(out)) as tmp: tmp.write_text(json.dumps(result, indent=1)+'\n')

@@ -27,12 +27,12 @@ def summarise(
 def acceptance_by_position(
     generations # Generation, of chains
 ):              # DataFrame by position (1 is the first guess): guesses, accepted, and acceptance given that all before were accepted
-    "How far drafts hold. A guess counts where it was tested: up to the first rejection. ValueError for trees."
+    "How far drafts hold. A guess counts where it was tested: up to the first rejection, or to the end of the text. ValueError for trees."
     import pandas as pd
     tested,held = {},{}
     for r in (r for g in generations for r in g.rounds):
         if r.parents is not None: raise ValueError("acceptance by position is defined for chains; these are trees")
-        for i in range(1, min(len(r.path)+1, len(r.drafted))+1): tested[i] = tested.get(i, 0)+1; held[i] = held.get(i, 0)+(i <= len(r.path))
+        for i in range(1, min(len(r.path)+1, len(r.drafted), len(r.tokens))+1): tested[i] = tested.get(i, 0)+1; held[i] = held.get(i, 0)+(i <= len(r.path))
     table = pd.DataFrame(dict(tested=tested, accepted=held))
     table.index.name = 'position'
     return table.assign(conditional=table.accepted/table.tested, unconditional=table.accepted/max(sum(bool(r.drafted) for g in generations for r in g.rounds), 1))
