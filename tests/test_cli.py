@@ -102,7 +102,19 @@ def test_train_export_generate_evaluate(cli, tmp_path):
         assert c.get('eagle_config', c)['eagle_aux_hidden_state_layer_ids'] == ids
     r = json.loads(good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '4', '--most', '3', '--length', '2', '--max-new-tokens', '8', '--json', '--out', str(tmp_path/'e.json'))))
     assert r['prompts'] == 3 and not r['divergences'] and json.loads((tmp_path/'e.json').read_text())['rows'] == r['rows']
-    assert 'accepted length' in good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '2', '--length', '2', '--max-new-tokens', '8'))
+    more = json.loads(good(cli('train', *options[:-1], str(tmp_path/'e'), '--answers', str(tmp_path/'d'/'answers'), '--init', draft, '--json')))
+    assert more['answers_hash'] == d['answers_hash'] and more['init'].startswith('draft ') and not (tmp_path/'e'/'answers').exists()
+    assert 'accepted length' in good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '2', '--raw', '--length', '2', '--max-new-tokens', '8'))
+
+def test_a_known_share_is_refused(cli, tmp_path):
+    "Held out from one sample is not held out from another."
+    train,evaluate = ('train', '--model', 'tiny', '--layers', '2', '--epochs', '1', '--max-new-tokens', '6', '--store', 'online', '--out', str(tmp_path), '--json'),('evaluate', '--model', 'tiny', '--max-new-tokens', '4', '--length', '2')
+    share = '-n', '12', '--hold-out', '0.5'
+    draft = '--draft', json.loads(good(cli(*train, *share, '--seed', '1')))['folder']
+    good(cli(*evaluate, *share, '--seed', '1', '--most', '2', *draft))
+    for other in (*share, '--seed', '2'), ('-n', '18', '--hold-out', '0.5', '--seed', '1'):
+        code,_,err = cli(*evaluate, *other, *draft)
+        assert code == 2 and 'hold_out=0.5' in err[0], err
 
 @pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('train',), ('export',), ('evaluate',), ('generate',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
 def test_help(cli, command):
@@ -122,6 +134,8 @@ bad = {
     'engine': (('select', *small, '--engine', 'x'), "engine='x'"), 'engine k': (('select', *small, '-k', '2', '--engine', 'specforge'), 'exactly 3'), 'default k': (('select', *small, '-k', '2', '--method', 'default'), 'k=2'),
     'no folder': (('train', '--model', 'tiny'), '--out'), 'layers text': (('train', '--model', 'tiny', '--layers', 'a,b', '--out', '/nowhere'), "layers='a,b'"), 'layers out of range': (('train', '--model', 'tiny', '--layers', '2,9', '--out', '/nowhere'), 'outside'),
     'shallow': (('train', '--model', 'tiny', '--vocab', '0', '--out', '/nowhere'), 'draft_vocab_size=0'), 'schedule': (('train', '--model', 'tiny', '--schedule', 'x', '--out', '/nowhere'), "schedule='x'"), 'hold out': (('train', '--model', 'tiny', '--hold-out', '99', '--out', '/nowhere'), 'n=99'),
+    'half a kind': (('train', '--model', 'tiny', '--hold-out', '2.5', '--out', '/nowhere'), 'hold_out=2.5'), 'seed of training': (('train', '--model', 'tiny', '--seed', '-1', '--out', '/nowhere'), 'seed=-1'), 'most': (('evaluate', '--draft', '/nowhere', '--most', '0'), '--most'),
+    'embeddings': (('train', '--model', 'tiny', '--layers', '0,4', '--out', '/nowhere'), 'h=0'), 'also': (('train', '--model', 'tiny', '--layers', '4', '--also', '/none', '--out', '/nowhere'), 'no answers in /none'),
     'store': (('train', '--model', 'tiny', '--store', 'int4', '--out', '/nowhere'), "store='int4'"), 'no draft there': (('evaluate', '--model', 'tiny', '-n', '2', '--draft', '/nowhere'), '/nowhere'), 'export nothing': (('export', '/nowhere', '--out', '/nowhere/x'), '/nowhere'),
     'export format': (('export', '/nowhere', '--out', '/nowhere/x', '--format', 'onnx'), "format='onnx'"), 'generator': (('train', '--model', 'tiny', '--prompts', 'gym:nosuch', '--out', '/nowhere'), 'no such generator'), 'no prompt': (('generate',), 'prompt'), 'empty prompt': (('generate', '', '--model', 'tiny'), 'empty'), 'decoding method': (('generate', 'hi', '--model', 'tiny', '--method', 'x'), "method='x'"),
     'no draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd'), 'needs a draft'), 'draft': (('generate', 'hi', '--model', 'tiny', '--method', 'sd', '--draft', 'nope'), "'nope' is unknown"),

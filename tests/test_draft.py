@@ -185,7 +185,7 @@ target = tiny_target(seed=3); target.head.weight.mul_(30)
 answers = answer_prompts(target, load_prompts(n=12, seed=1), sys.argv[1]+'-answers', 20, batch=4)
 source = store_features(target, answers, sys.argv[1]+'-states', [1, 3], 'float32', shard_tokens=300)
 draft = make_draft(target, [1, 3], draft_vocabulary(count_tokens(answers, 257), 24))
-train(draft, target, source, sys.argv[1], TrainConfig(steps=3, epochs=int(sys.argv[2]), batch=6, save_every=3))
+train(draft, target, source, sys.argv[1], TrainConfig(steps=3, epochs=int(sys.argv[2]), batch=int(sys.argv[3]), accumulation=int(sys.argv[4]), save_every=3))
 '''
 
 @pytest.fixture(scope='module')
@@ -200,7 +200,7 @@ def weights(folder): return load_file(folder/'checkpoint.safetensors')
 def test_killed_and_resumed_is_uninterrupted(worker):
     "kill -9 at odd moments, then to the end: bit-identical weights and the same log."
     env = os.environ | dict(OMP_NUM_THREADS='1')
-    run = lambda out: [sys.executable, str(worker/'run.py'), str(worker/out), '20']
+    run = lambda out: [sys.executable, str(worker/'run.py'), str(worker/out), '20', '6', '1']
     subprocess.run(run('whole'), check=True, env=env)
     for after in 2, 31:
         p = subprocess.Popen(run('killed'), env=env)
@@ -212,10 +212,10 @@ def test_killed_and_resumed_is_uninterrupted(worker):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 def test_two_processes_follow_the_same_curve(worker):
-    "They share the shards of answers and states, and each batch."
+    "They share the shards of answers and states, and each batch; of the last one of an epoch, a single sequence, one has nothing, and of others fewer parts."
     env = os.environ | dict(OMP_NUM_THREADS='1')
-    subprocess.run([sys.executable, str(worker/'run.py'), str(worker/'one'), '6'], check=True, env=env)
-    subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0', str(worker/'run.py'), str(worker/'two'), '6'], check=True, env=env)
+    subprocess.run([sys.executable, str(worker/'run.py'), str(worker/'one'), '6', '11', '3'], check=True, env=env)
+    subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', '--cpu', '--num_processes', '2', '--num_machines', '1', '--mixed_precision', 'no', '--dynamo_backend', 'no', '--main_process_port', '0', str(worker/'run.py'), str(worker/'two'), '6', '11', '3'], check=True, env=env)
     np.testing.assert_allclose(curve(worker/'one'), curve(worker/'two'), rtol=1e-3)
     answers = lambda name: [p.read_bytes() for p in sorted((worker/f'{name}-answers').glob('*.jsonl.gz'))]
     assert len(answers('two')) == 3 and answers('one') == answers('two') and len(list((worker/'two-states').glob('*.safetensors'))) > 1
@@ -228,6 +228,56 @@ def test_shards_of_two_processes(tmp_path, monkeypatch):
     paths[4].touch()
     monkeypatch.setenv('RANK', '1'); second = my_shards(paths)
     assert sorted(first+second) == [0, 1, 3, 4, 5, 6]
+
+def test_precision_can_change_within_a_process(lessons, tmp_path):
+    target,answers,vocabulary = lessons
+    for precision in 'bf16', 'fp32': train(make_draft(target, [1, 3], vocabulary), target, Online(target, answers, [1, 3]), tmp_path/precision, TrainConfig(steps=2, epochs=2, batch=6, precision=precision))
+    np.testing.assert_allclose(curve(tmp_path/'bf16'), curve(tmp_path/'fp32'), rtol=.05)
+    assert curve(tmp_path/'bf16') != curve(tmp_path/'fp32')
+
+def test_a_trained_draft_can_be_trained_further(lessons, tmp_path):
+    "Also one that was loaded in bfloat16 and frozen."
+    target,answers,vocabulary = lessons
+    source,config = Online(target, answers, [1, 3]),TrainConfig(steps=2, epochs=4, batch=6)
+    draft = make_draft(target, [1, 3], vocabulary)
+    train(draft, target, source, tmp_path/'a', config); save_draft(draft.requires_grad_(False), tmp_path/'d', dtype='bfloat16')
+    again = load_draft(tmp_path/'d', target)
+    train(again.requires_grad_(False), target, source, tmp_path/'b', config)
+    assert again.dtype == torch.float32 and not again.embed_tokens.weight.requires_grad and curve(tmp_path/'b')[-1][1] < curve(tmp_path/'a')[-1][1]
+
+def test_a_run_with_other_data_is_refused(lessons, tmp_path):
+    "Another vocabulary, other answers, shorter sequences or states of another type: the checkpoint belongs to something else."
+    target,answers,vocabulary = lessons
+    config = TrainConfig(steps=2, epochs=2, batch=6)
+    go = lambda vocabulary=vocabulary, answers=answers, **kw: train(make_draft(target, [1, 3], vocabulary), target, Online(target, answers, [1, 3], **kw), tmp_path, config, 2)
+    go()
+    with pytest.raises(ValueError, match='vocabulary='): go(sorted({*vocabulary[1:], 0 if vocabulary[0] else 1}))
+    for kw in dict(answers=answers[::-1]), dict(max_length=max(len(a.prompt)+len(a.tokens) for a in answers)-1), dict(dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match='data='): go(**kw)
+
+def test_a_torn_line_of_the_log_is_dropped(lessons, tmp_path):
+    target,answers,vocabulary = lessons
+    config = TrainConfig(steps=2, epochs=3, batch=6)
+    go = lambda n: train(make_draft(target, [1, 3], vocabulary), target, Online(target, answers, [1, 3]), tmp_path, config, n)
+    go(3); whole = (tmp_path/'train.csv').read_text()
+    for torn in '1', ',', '\0\0', '4,1':
+        (tmp_path/'train.csv').write_text(whole+torn); go(0)
+        assert (tmp_path/'train.csv').read_text().split() == whole.split()
+    go(None); assert [s for s,_ in curve(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+def test_a_finished_turn_is_not_answered_again(tmp_path):
+    "The reference answer of a data set is left out, whoever asks."
+    from sdsel.decoding.generate import prompt_ids
+    from sdsel.prompts import PromptSet, as_prompt
+    target = tiny_target()
+    with_answer,without = (as_prompt(dict(prompt='Say hi', **r), 'a') for r in (dict(response='Hello there.'), {}))
+    assert prompt_ids(target, with_answer) == prompt_ids(target, without) == answer_prompts(target, PromptSet('x', (with_answer,)), tmp_path, 4).rows[0].prompt
+
+def test_long_prompts_are_left_out_not_cut(tmp_path):
+    from sdsel.prompts import PromptSet, as_prompt
+    two = PromptSet('x', tuple(as_prompt(dict(prompt=t), t[:3]) for t in ('why '*30, 'hi')))
+    with pytest.warns(UserWarning, match='1 of 2 prompts are left out'): got = answer_prompts(tiny_target(), two, tmp_path, 4, max_length=50)
+    assert [a.id for a in got] == ['hi']
 
 def test_nan_names_the_sequence_and_keeps_the_checkpoint(lessons, tmp_path):
     target,answers,vocabulary = lessons
@@ -310,6 +360,45 @@ def test_full_vocabulary_needs_no_table(tmp_path):
     target = tiny_target(num_layers=8)
     save_draft(make_draft(target, [1, 4], torch.arange(257)), tmp_path)
     assert not {'d2t', 't2d'} & set(load_file(tmp_path/'model.safetensors')) and load_draft(tmp_path, target).vocab_size == 257
+
+def test_a_torn_pair_of_files_is_named(tmp_path):
+    "Killed between the two files of a save."
+    target = tiny_target()
+    for name,layers in ('a', [2, 3]), ('b', [1, 4]): save_draft(make_draft(target, layers, range(9)), tmp_path/name)
+    (tmp_path/'b'/'model.safetensors').replace(tmp_path/'a'/'model.safetensors')
+    with pytest.raises(ValueError, match='saved for layers 1 4, norms plain, config.json says layers 2 3'): load_draft(tmp_path/'a')
+
+def test_rope_of_older_files(tmp_path):
+    "rope_theta at the top, or a scaling with its older name, is kept."
+    save_draft(make_draft(tiny_target(), [2, 3], range(9)), tmp_path, 'eagle')
+    config = json.loads((tmp_path/'config.json').read_text())
+    for change,want in (dict(rope_parameters={'rope_type': 'default'}, rope_theta=5e5), dict(rope_type='default', rope_theta=5e5)), (dict(rope_parameters=None, rope_scaling={'type': 'linear', 'factor': 4.}, rope_theta=7.), dict(rope_type='linear', factor=4., rope_theta=7.)):
+        (tmp_path/'config.json').write_text(json.dumps(config|change))
+        assert load_draft(tmp_path).eagle.llama['rope_parameters'] == want
+    for change in dict(eagle_config=None, eagle_aux_hidden_state_layer_ids=None), dict(draft_vocab_size='30'), dict(hidden_size=[]):
+        (tmp_path/'config.json').write_text(json.dumps(config|change))
+        with pytest.raises(ValueError, match='config.json'): load_draft(tmp_path)
+
+def test_what_cannot_be_written_is_refused_before(tmp_path):
+    draft = make_draft(tiny_target(), [2, 3], range(9))
+    for kw,word in (dict(dtype='int8'), 'no fractions'), (dict(dtype='x'), "dtype='x'"), (dict(length=-3), 'length=-3'), (dict(length=2.5), 'length=2.5'):
+        with pytest.raises(ValueError, match=word): export_draft(draft, tmp_path/'d', **kw)
+    save_draft(draft, tmp_path/'s'); lone = load_draft(tmp_path/'s')
+    with pytest.raises(ValueError, match='embedding'): save_draft(lone, tmp_path/'d', embedding=True)
+    assert not (tmp_path/'d').exists()
+    export_draft(lone, tmp_path/'d', target=tiny_target())
+    assert torch.equal(load_draft(tmp_path/'d').embed_tokens.weight, draft.embed_tokens.weight)
+
+def test_a_copied_model_is_the_same_model(tmp_path):
+    "The revision of a folder is that of its contents, not of its dates."
+    import shutil
+    from sdsel.assets import resolve
+    t = tiny_target(); t.model.save_pretrained(tmp_path/'m'); t.tokenizer.save_pretrained(tmp_path/'m')
+    shutil.copytree(tmp_path/'m', tmp_path/'copy', copy_function=shutil.copyfile)
+    one = resolve(str(tmp_path/'m')).revision
+    assert resolve(str(tmp_path/'copy')).revision == one
+    w = tmp_path/'copy'/'model.safetensors'; b = bytearray(w.read_bytes()); b[-5] ^= 1; w.write_bytes(b)
+    assert resolve(str(tmp_path/'copy')).revision != one
 
 def test_pickles_are_refused(tmp_path):
     (tmp_path/'config.json').write_text('{}'); (tmp_path/'pytorch_model.bin').write_bytes(b'x')
