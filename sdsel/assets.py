@@ -57,6 +57,8 @@ def _alive(pid):
     except OSError: pass
     return True
 
+_umask = os.umask(0); os.umask(_umask)
+
 @contextlib.contextmanager
 def atomic(
     path:Path # final name of a file or folder
@@ -70,6 +72,7 @@ def atomic(
     try:
         yield tmp
         if path.is_dir() and tmp.is_dir(): shutil.rmtree(path)
+        if tmp.is_file(): tmp.chmod(0o666 & ~_umask) # safetensors makes files that only their owner can read
         os.replace(tmp, path)
     except Exception as e: # safetensors reports a full disk as an error type of its own
         if getattr(e, 'errno', None) != errno.ENOSPC and 'No space left' not in str(e): raise
