@@ -118,6 +118,7 @@ def check_owner(
     if answers.about['revision'] != target.provenance.get('revision'): raise ValueError(f"the answers are those of {answers.about['target']} ({str(answers.about['revision'])[:12]}), not of {target.name}: answer again with this model")
     if answers.about['template'] not in (None, template_hash(target.tokenizer)): raise ValueError("the answers were made with another chat template than the target's: answer again")
 
+# %% ../../nbs/draft/30_answers.ipynb #ccd0df45
 def answer_prompts(
     target,           # Target
     prompts,          # PromptSet

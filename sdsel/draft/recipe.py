@@ -21,6 +21,7 @@ def draft_folder(out, layers, share=1.) -> Path:
     "Where below `out` a layer set and share of the answers are trained."
     return Path(out)/('-'.join(map(str, layers))+(f'-{share:g}' if share < 1 else ''))
 
+# %% ../../nbs/draft/37_recipe.ipynb #932ba558
 def train_eagle3(
     target,             # Target, or a model's name
     prompts,            # PromptSet, or a name for `load_prompts`
