@@ -129,12 +129,12 @@ def _layers(text):
     try: return [int(x) for x in text.split(',')]
     except ValueError: raise ValueError(f"layers={text!r} must be 'default' or comma-separated boundary indices, e.g. 2,15,27") from None
 
-def _split(prompts, n, seed, held_out, held):
-    "Prompts: all, or one side of a split. The same n and number of kinds give the same kinds for any seed, as long as all occur; a share gives the same prompts for the same seed."
+def _split(prompts, n, seed, held_out):
+    "Prompts to train on and prompts to measure on; all of them on both sides when none is held out. The same n and number of kinds give the same kinds for any seed, as long as all occur; a share gives the same prompts for the same seed."
     from sdsel.prompts import hold_out, load_prompts
     if held_out > 1 and held_out != int(held_out): raise ValueError(f"hold_out={held_out} must be a whole number of kinds, or a share below 1")
     p = load_prompts(prompts, n, seed)
-    return hold_out(p, held_out if held_out < 1 else int(held_out), 0)[held] if held_out else p
+    return hold_out(p, held_out if held_out < 1 else int(held_out), 0) if held_out else (p, p)
 HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of training, or, below 1, the share of the prompts of each kind; to `evaluate` give the same --prompts, -n and number (and, with a share, the same --seed)')]
 
 # %% ../nbs/52_cli.ipynb #333d829a
@@ -148,7 +148,7 @@ def train(out:Annotated[str, typer.Option(help='folder for answers, states, chec
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
-    chosen,asked = _layers(layers),_split(prompts, n, seed, hold_out, 0)
+    chosen,(asked,_) = _layers(layers),_split(prompts, n, seed, hold_out)
     draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, answers=answers, also=[a for a in map(str.strip, also.split(',')) if a], init=init)
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=str(draft_folder(out, draft.eagle.layers)/'draft'), **draft.eagle.about)))
     print(draft.eagle)
@@ -172,10 +172,11 @@ def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' 
     from sdsel.draft.checkpoints import load_draft
     from sdsel.evaluation.compare import evaluate
     from sdsel.targets import load_target
-    asked = _split(prompts, n, seed, hold_out, not seen)
+    learnt,held = _split(prompts, n, seed, hold_out)
+    asked = learnt if seen else held
     if method == 'eagle3' and 0 < hold_out < 1 and not seen:
         draft = load_draft(draft)
-        if draft.eagle.about.get('prompts_hash') not in (None, _split(prompts, n, seed, hold_out, 0).hash): raise ValueError(f"hold_out={hold_out}: with these --prompts, -n and --seed the rest is not what the draft was trained on, so the share held out may be known to it: give those of its training")
+        if draft.eagle.about.get('prompts_hash') not in (None, learnt.hash): raise ValueError(f"hold_out={hold_out}: with these --prompts, -n and --seed the rest is not what the draft was trained on, so the share held out may be known to it: give those of its training")
     r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, raw=raw, out=out)
     if as_json: return print(json.dumps(r))
     for s,v in r['tokens_per_second'].items():

@@ -251,6 +251,7 @@ def test_a_run_with_other_data_is_refused(lessons, tmp_path):
     config = TrainConfig(steps=2, epochs=2, batch=6)
     go = lambda vocabulary=vocabulary, answers=answers, **kw: train(make_draft(target, [1, 3], vocabulary), target, Online(target, answers, [1, 3], **kw), tmp_path, config, 2)
     go()
+    with pytest.raises(ValueError, match='norm_output='): train(make_draft(target, [1, 3], vocabulary, norm_output=True), target, Online(target, answers, [1, 3]), tmp_path, config)
     with pytest.raises(ValueError, match='vocabulary='): go(sorted({*vocabulary[1:], 0 if vocabulary[0] else 1}))
     for kw in dict(answers=answers[::-1]), dict(max_length=max(len(a.prompt)+len(a.tokens) for a in answers)-1), dict(dtype=torch.bfloat16):
         with pytest.raises(ValueError, match='data='): go(**kw)

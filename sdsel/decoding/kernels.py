@@ -74,7 +74,7 @@ def choose(
 @contextlib.contextmanager
 def fast_linears(
     *targets,     # Target
-    kernels=None  # names of KERNELS to choose from; default all that memory allows
+    kernels=None  # names of KERNELS to choose from, as memory allows; default all. With one name nothing is timed, and numbers repeat to the bit
 ):
     "Inside, linear layers of float32 targets on the CPU use the fastest of KERNELS; afterwards all is as before."
     patched = []
@@ -97,9 +97,9 @@ def _prepare(target, layers, kernels=None):
     for k in names:
         if k not in KERNELS: raise ValueError(f"kernels: {k!r} is unknown, choose from {', '.join(KERNELS)}")
     need = 4*sum({id(m.weight): m.weight.numel() for m in layers if not hasattr(m.weight, '_pack')}.values())
-    if not kernels and 'packed' in names and not (torch.backends.mkldnn.is_available() and need+(1<<30) < psutil.virtual_memory().available):
-        names.remove('packed'); say(f'{target.name}: no memory for packed weights ({need/1e9:.1f} GB)')
-    choice = choose(measure(layers, names))
+    if 'packed' in names and not (torch.backends.mkldnn.is_available() and need+(1<<30) < psutil.virtual_memory().available):
+        names = [k for k in names if k != 'packed'] or ['plain']; say(f'{target.name}: no memory for packed weights ({need/1e9:.1f} GB)')
+    choice = choose(measure(layers, names)) if len(names) > 1 else dict.fromkeys(ROWS, names[0])
     if 'packed' not in choice.values():
         for m in layers: vars(m.weight).pop('_pack', None)
     return [KERNELS[choice[min((r for r in ROWS if r >= n), default=ROWS[-1])]] for n in range(ROWS[-1]+1)]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 import gzip, hashlib, json, os, sys, time, warnings
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Answers:
     def __getitem__(self, i): return Answers(self.rows[i], self.about) if isinstance(i, slice) else self.rows[i]
     @property
     def tokens(self) -> int: return sum(len(a.tokens) for a in self.rows)
-    @property
+    @cached_property
     def hash(self) -> str:
         "Identifies the texts and their order."
         return hashlib.sha256(json.dumps([(a.prompt, a.tokens) for a in self.rows]).encode()).hexdigest()
@@ -100,10 +101,8 @@ def my_shards(
 
 def await_shards(paths):
     "Return when all shards are there."
-    lacking,told = paths,False
-    while lacking := [p for p in lacking if not p.exists()]:
-        if not told: print(f"waiting for the other {int(os.environ['WORLD_SIZE'])-1} processes (WORLD_SIZE) to make {len(lacking)} shards, {lacking[0].name} first", file=sys.stderr)
-        told = True; time.sleep(1)
+    if lacking := [p.name for p in paths if not p.exists()]: print(f"waiting for other processes (WORLD_SIZE={os.environ.get('WORLD_SIZE')}) to make {len(lacking)} shards, {lacking[0]} first", file=sys.stderr)
+    while not all(p.exists() for p in paths): time.sleep(1)
 
 # %% ../../nbs/draft/30_answers.ipynb #5137284f
 def template_hash(tokenizer) -> str:

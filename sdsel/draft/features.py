@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from ..analysis.states import CONVENTION
 from ..assets import atomic, need_space, say
+from ..decoding.kernels import fast_linears
 from .answers import await_shards, check_about, check_owner, my_shards
 from ..layers import check_layers
 
@@ -80,7 +81,7 @@ class Online:
     def batch(self, indices) -> Batch:
         "States of some sequences."
         s,p = [self.sequences[i] for i in indices],[self.prompts[i] for i in indices]
-        states,final = zip(*_captured(self.target, s, p, self.layers, self.dtype))
+        with fast_linears(self.target, kernels=['packed']): states,final = zip(*_captured(self.target, s, p, self.layers, self.dtype))
         return collate(s, p, [torch.cat(list(x.values()), -1) for x in states], final)
 
 # %% ../../nbs/draft/33_features.ipynb #28c565bb
@@ -117,7 +118,7 @@ def store_features(
     todo = sum(len(sequences[j]) for i in missing for j in shards[i])
     say(f"{target.name}: {todo} tokens to read, {len(layers)} boundaries in {dtype}: {size*todo/tokens/1e6:.0f} MB in {out}")
     need_space(Path(out), int(size*todo/tokens), 'features')
-    with tqdm(total=todo, desc='features', unit='tok', disable=None) as bar:
+    with fast_linears(target, kernels=['packed']), tqdm(total=todo, desc='features', unit='tok', disable=None) as bar:
         for i in missing:
             tensors,group,got = {},[],{}
             order = sorted(shards[i], key=lambda j: len(sequences[j]))

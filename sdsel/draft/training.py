@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from ..assets import atomic, need_space, say
-from .eagle3 import unroll
+from .eagle3 import FLAGS, unroll
 from .losses import HeadLoss
 from ..targets import rescale
 
@@ -164,7 +164,7 @@ class Trainer:
         self.lesson = Lesson(self.draft, target, config)
         self.per_epoch = -(-len(source)//config.batch)
         self.total = max(1, round(config.epochs*self.per_epoch))
-        self.about = dict(target=target.name, revision=target.provenance.get('revision'), layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, llama=draft.eagle.llama, init=draft.eagle.about.get('init'), vocabulary=hashlib.sha256(str(draft.vocabulary.tolist()).encode()).hexdigest()[:16], data=source.hash, sequences=len(source), **{k: list(v) if isinstance(v, tuple) else v for k,v in asdict(config).items() if k not in ('save_every', 'compile', 'accumulation', 'gradient_checkpointing')})
+        self.about = dict(target=target.name, revision=target.provenance.get('revision'), layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, llama=draft.eagle.llama, **{f: getattr(draft.eagle, f) for f in FLAGS}, init=draft.eagle.about.get('init'), vocabulary=hashlib.sha256(str(draft.vocabulary.tolist()).encode()).hexdigest()[:16], data=source.hash, sequences=len(source), **{k: list(v) if isinstance(v, tuple) else v for k,v in asdict(config).items() if k not in ('save_every', 'compile', 'accumulation', 'gradient_checkpointing')})
         self.step,self.tokens,self.seconds = 0,0,0.
         if self.checkpoint.exists():
             meta = _load(self.checkpoint, self.draft, self.optimizer, self.average, self.about)
