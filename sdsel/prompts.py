@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib, json, random, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from .assets import data_dir, fetch_data, manifest, read_rows
+from .assets import check_whole, data_dir, fetch_data, manifest, read_rows
 
 # %% auto #0
 __all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'unlike', 'unanswered', 'load_prompts', 'Encoded', 'render',
@@ -147,7 +147,7 @@ def load_prompts(
     """Prompts by name. A sample takes the kinds in turn, so that n prompts are as balanced as the set allows.
 
     FileNotFoundError or ValueError for a missing, empty or damaged source, and for an n it can't give."""
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1): raise ValueError(f"n={n!r} must be a whole number >= 1")
+    if n is not None: check_whole(n=n)
     name = str(name_or_path)
     several = name.split(',') if not Path(name).exists() else [name]
     if several == [name] and name.startswith('gym:'): return _generated(name[4:], n or 500, seed)

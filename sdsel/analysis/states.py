@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 import numpy as np
 import torch
-from ..assets import atomic, cache_dir, need_space, resolve, say
+from ..assets import atomic, cache_dir, check_whole, need_space, resolve, say
 from ..layers import check_layers
 from ..prompts import encode, load_prompts, require_response
 from ..targets import Target, default_device, load_target, tiny_family
@@ -132,8 +132,9 @@ def collect_states(
 
     ValueError for no or too short prompts, wrong layers, tokens that the model does not know, an all-zero response mask,
     a missing chat template; FloatingPointError for NaN or infinite states."""
-    for name,v,lo in ('seed', seed, 0), ('tokens', tokens, 1), ('drop_first', drop_first, 0), ('max_length', max_length, 2), ('batch_tokens', batch_tokens, 1):
-        if isinstance(v, bool) or not isinstance(v, int) or v < lo: raise ValueError(f"{name}={v!r} must be a whole number >= {lo}")
+    check_whole(0, seed=seed, drop_first=drop_first)
+    check_whole(tokens=tokens, batch_tokens=batch_tokens)
+    check_whole(2, max_length=max_length)
     if on not in ('all', 'response'): raise ValueError(f"on={on!r} must be 'all' or 'response'")
     if target.tokenizer is None: raise ValueError(f"{target.name} has no tokenizer: prompts can't be encoded")
     L = target.num_layers

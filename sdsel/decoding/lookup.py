@@ -4,6 +4,7 @@
 
 # %% ../../nbs/decoding/26_lookup.ipynb #2c95a2d0
 from __future__ import annotations
+from ..assets import check_whole
 from .length import policy
 from .loop import Draft, Drafter
 
@@ -21,7 +22,7 @@ class Lookup(Drafter):
         width:int=1   # earlier places to copy from, merged into a tree
     ):
         if not 1 <= shortest <= ngram: raise ValueError(f"ngram={ngram!r} must be at least shortest={shortest!r}, and that at least 1")
-        if isinstance(width, bool) or not isinstance(width, int) or width < 1: raise ValueError(f"width={width!r} must be a whole number >= 1")
+        check_whole(width=width)
         self.length = policy(length)
         self.sizes,self.width = range(ngram, shortest-1, -1),width
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json, time
 from dataclasses import asdict, dataclass, field
 import torch
+from ..assets import check_whole
 from .acceptance import Sampling, greedy_accept, speculative_sample
 from .cache import Reader, probe
 
@@ -142,7 +143,7 @@ def check_prompt(
     ids = [int(i) if hasattr(i, 'dtype') else i for i in ids]
     if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < target.vocab_size]:
         raise ValueError(f"ids: {bad[0]!r} is no token of {target.name}, which has 0..{target.vocab_size-1}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1: raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number >= 1")
+    check_whole(max_new_tokens=max_new_tokens)
     most = getattr(target.config, 'max_position_embeddings', None)
     if most and len(ids)+max_new_tokens > most:
         raise ValueError(f"max_new_tokens={max_new_tokens}: with a prompt of {len(ids)} tokens that is more than the {most} positions of {target.name}: lower it to {max(most-len(ids), 0)} or shorten the prompt")

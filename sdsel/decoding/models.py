@@ -6,6 +6,7 @@
 from __future__ import annotations
 import copy
 import torch
+from ..assets import check_whole
 from .acceptance import draw
 from .cache import Reader, probe
 from .length import Fixed, policy
@@ -95,7 +96,7 @@ def check_shape(length, width, nodes):
         if not width or any(isinstance(w, bool) or not isinstance(w, int) or w < 1 for w in width) or nodes: raise ValueError(f"width={width!r} must be whole numbers >= 1, the children of a node at each level, and needs no `nodes`")
         return policy(len(width)),None
     length = policy(length)
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1: raise ValueError(f"width={width!r} must be a whole number >= 1 (1 is a chain)")
+    check_whole(width=width)
     if width > 1 and not isinstance(length, Fixed): raise ValueError("width: a tree needs a fixed length: pass a number")
     if nodes is not None and (width == 1 or nodes < length.length): raise ValueError(f"nodes={nodes!r} is the size of a tree: it needs width > 1 and at least the length, {length}")
     return length,nodes or (2*length.length if width > 1 else None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
-from ..assets import atomic, read_rows, say
+from ..assets import atomic, check_whole, read_rows, say
 from ..decoding.acceptance import Sampling, draw
 from ..decoding.cache import GrowingLayer, cache_argument
 from ..decoding.generate import prompt_ids
@@ -131,8 +131,7 @@ def answer_prompts(
 ) -> Answers:
     "The target's answers to all prompts, in `out`; done shards are not made again. ValueError for a folder of other answers."
     from tqdm.auto import tqdm
-    for name,v in ('max_new_tokens', max_new_tokens), ('batch', batch), ('cache_tokens', cache_tokens), ('max_length', max_length):
-        if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name}={v!r} must be a whole number >= 1")
+    check_whole(max_new_tokens=max_new_tokens, batch=batch, cache_tokens=cache_tokens, max_length=max_length)
     sampling,encoded = Sampling(temperature),[(p, prompt_ids(target, p, raw)) for p in prompts]
     encoded = sorted(((p, ids) for p,ids in encoded if len(ids) < max_length), key=lambda e: len(e[1])) # like lengths side by side
     if not encoded: raise ValueError(f"prompts: none of {len(prompts)} is shorter than max_length={max_length} tokens")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json, re
 from pathlib import Path
 import torch
-from ..assets import atomic
+from ..assets import atomic, check_whole
 from .eagle3 import FLAGS, Eagle3Config, Eagle3Draft
 from ..layers import engine_ids
 from ..targets import dtype_of
@@ -60,7 +60,7 @@ def save_draft(
     from safetensors.torch import save_file
     e,path = draft.eagle,Path(path)
     if format not in FORMATS: raise ValueError(f"format={format!r} is unknown: choose one of {', '.join(FORMATS)}")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1: raise ValueError(f"length={length!r} must be a whole number >= 1")
+    check_whole(length=length)
     if embedding and not getattr(draft, 'embedded', True): raise ValueError("embedding: the draft's files hold none; load it with its target, or pass embedding=False")
     dtype = _float(dtype)
     if e.target_layers is None: raise ValueError("the number of the target's layers is unknown, so layer ids can't be checked: load the draft with target=...")

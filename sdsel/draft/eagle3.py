@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from ..assets import check_whole
 from ..layers import check_layers, describe
 
 # %% auto #0
@@ -244,7 +245,7 @@ def unroll(
     rows=None    # [B, S] bool: rows to compute; default all
 ) -> list:       # for each step [M, H] states, for `logits`; M = rows in order
     "Step i at row t consumes token t+1+i and predicts token t+2+i (undefined past S-2-i)."
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: raise ValueError(f"steps={steps!r} must be a whole number >= 1")
+    check_whole(steps=steps)
     B,S = input_ids.shape
     if aux.shape != (B, S, len(draft.eagle.layers)*draft.eagle.width): raise ValueError(f"aux has shape {tuple(aux.shape)}; input_ids {B, S} and {len(draft.eagle.layers)} layers of width {draft.eagle.width} need {B, S, len(draft.eagle.layers)*draft.eagle.width}")
     r,states = _Rows(draft, torch.ones(B, S, dtype=torch.bool, device=aux.device) if rows is None else rows),[]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 from pathlib import Path
 from dataclasses import asdict, replace
+from ..assets import check_whole
 from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, load_answers
 from .checkpoints import save_draft
 from .eagle3 import make_draft
@@ -45,7 +46,7 @@ def train_eagle3(
     if not isinstance(target, Target): target = load_target(target)
     layers = default_layers(target.num_layers) if layers == 'default' else check_layers(layers, target.num_layers)
     if not hasattr(prompts, 'hash'): prompts = load_prompts(prompts)
-    if isinstance(draft_vocab_size, bool) or not isinstance(draft_vocab_size, int) or draft_vocab_size < 1: raise ValueError(f"draft_vocab_size={draft_vocab_size!r} must be a whole number >= 1")
+    check_whole(draft_vocab_size=draft_vocab_size)
     if store not in ('all', 'online', *DTYPES): raise ValueError(f"store={store!r} is unknown: choose one of {', '.join(DTYPES)}, 'all' or 'online'")
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
     engine_ids(layers, target.num_layers, 'speculators') # what could not be saved, or does not fit, fails now

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from ..assets import atomic, need_space, say
+from ..assets import atomic, check_whole, need_space, say
 from .eagle3 import FLAGS, unroll
 from .losses import HeadLoss
 from ..targets import rescale
@@ -44,9 +44,7 @@ class TrainConfig:
     seed:int=0               # of the weights and of the order of sequences
 
     def __post_init__(self):
-        for name in ('steps', 'batch', 'accumulation', 'save_every'):
-            v = getattr(self, name)
-            if isinstance(v, bool) or not isinstance(v, int) or v < 1: raise ValueError(f"{name}={v!r} must be a whole number >= 1")
+        check_whole(**{name: getattr(self, name) for name in ('steps', 'batch', 'accumulation', 'save_every')})
         for name in ('decay', 'warmup', 'ema'):
             if not 0 <= getattr(self, name) <= 1: raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
         if self.ema == 1: raise ValueError("ema=1.0 would keep the weights of the start: give less than 1")
@@ -287,7 +285,7 @@ def simulated_length(
     batch:int=16
 ) -> tuple[float, list[float]]: # tokens per round with the bonus, and for each step the share of rows where all guesses up to it are right
     "Teacher-forced accepted length over rows with `steps` own words of the target ahead."
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1: raise ValueError(f"steps={steps!r} must be a whole number >= 1")
+    check_whole(steps=steps)
     right,n = torch.zeros(steps),0
     for part in batches(source.lengths, batch, 0, 0):
         b = source.batch(part).to(draft.device, draft.dtype)
