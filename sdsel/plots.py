@@ -9,7 +9,7 @@ from .assets import atomic
 
 # %% auto #0
 __all__ = ['figure', 'save_figure', 'plot_entropy', 'plot_cka', 'plot_growth', 'plot_path', 'plot_distribution', 'plot_stability',
-           'plot_budget', 'plot_learning']
+           'plot_budget', 'plot_learning', 'plot_intervals', 'plot_relation', 'plot_pairs']
 
 # %% ../nbs/50_plots.ipynb #459cebfe
 def figure(
@@ -155,4 +155,43 @@ def plot_learning(
     sns.lineplot(table, x='tokens', y='value', hue=series, style=series, markers=log, markersize=7, errorbar=None, ax=ax)
     ax.set(title=title, xscale='log' if log else 'linear', xlabel=xlabel, ylabel=ylabel)
     ax.legend(title=None, frameon=False, fontsize='small')
+    return ax
+
+# %% ../nbs/50_plots.ipynb #d1435961
+def plot_intervals(
+    table,  # one row per line
+    name, value, low, high, # columns
+    xlabel, title=''
+):
+    "Values with their intervals, one line each; what excludes zero is darker."
+    ax = figure(height=.6+.27*len(table))
+    for y,(_,r) in enumerate(table.iterrows()):
+        colour = '#1b6ca8' if r[low] > 0 else '#b3402a' if r[high] < 0 else '#999999'
+        ax.plot([r[low], r[high]], [y, y], color=colour, lw=2, solid_capstyle='butt'); ax.plot(r[value], y, 'o', color=colour, ms=5)
+    ax.axvline(0, color='k', lw=.8)
+    ax.set(title=title, xlabel=xlabel, yticks=range(len(table)), yticklabels=table[name])
+    return ax
+
+def plot_relation(
+    table, x, y, # columns
+    series,      # column: a panel's colour
+    title=''
+):
+    "One quantity against another, each series scaled to its own range."
+    import seaborn as sns
+    ax,span = figure(),table.groupby(series)[x].transform
+    sns.scatterplot(table.assign(**{x: (table[x]-span('min'))/(span('max')-span('min')).clip(lower=1e-12)}), x=x, y=y, hue=series, style=series, palette='colorblind', ax=ax)
+    ax.set(title=title, xlabel=f'{x}, from its least to its greatest', ylabel=y.replace('_', ' '))
+    ax.legend(title=None, frameon=False, fontsize='small')
+    return ax
+
+def plot_pairs(
+    matrix, # DataFrame, layers by layers
+    label, title=''
+):
+    "A quantity of every pair of layers."
+    import seaborn as sns
+    ax = figure(height=5)
+    sns.heatmap(matrix, cmap='viridis', square=True, cbar_kws=dict(label=label), ax=ax)
+    ax.invert_yaxis(); ax.set(title=title, xlabel='h', ylabel='h')
     return ax

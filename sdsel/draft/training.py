@@ -17,7 +17,8 @@ from .losses import HeadLoss
 from ..targets import rescale
 
 # %% auto #0
-__all__ = ['SCHEDULES', 'TrainConfig', 'Lesson', 'batches', 'row_counts', 'Trainer', 'train_step', 'train', 'simulated_length']
+__all__ = ['SCHEDULES', 'TrainConfig', 'Lesson', 'batches', 'row_counts', 'Trainer', 'train_step', 'train', 'simulated_hits',
+           'simulated_length']
 
 # %% ../../nbs/draft/34_training.ipynb #19363697
 SCHEDULES = dict(cosine=lambda x: .5*(1+math.cos(math.pi*x)), linear=lambda x: 1-x, constant=lambda x: 1.)
@@ -278,15 +279,15 @@ def train(
 
 # %% ../../nbs/draft/34_training.ipynb #70948ed9
 @torch.no_grad()
-def simulated_length(
+def simulated_hits(
     draft,     # Eagle3Draft
     source,    # Features or Online
     steps:int=5,
     batch:int=16
-) -> tuple[float, list[float]]: # tokens per round with the bonus, and for each step the share of rows where all guesses up to it are right
-    "Teacher-forced accepted length over rows with `steps` own words of the target ahead."
+) -> np.ndarray: # [sequences, 1+steps]: rows with `steps` own words of the target ahead; of these, rows where all guesses up to each step are right
+    "Teacher-forced guesses, counted for each sequence."
     check_whole(steps=steps)
-    right,n = torch.zeros(steps),0
+    counts = np.zeros((len(source), 1+steps), np.int64)
     for part in batches(source.lengths, batch, 0, 0):
         b = source.batch(part).to(draft.device, draft.dtype)
         S = b.ids.shape[1]
@@ -294,7 +295,15 @@ def simulated_length(
         rows = torch.stack([ahead[:,1+i:1+i+S] for i in range(steps)]).all(0)
         at = rows.nonzero(as_tuple=True)
         hits = [draft.vocabulary[draft.logits(h).argmax(-1)] == b.ids[at[0],at[1]+2+i] for i,h in enumerate(unroll(draft, b.ids, b.aux, steps, rows))]
-        right += torch.stack(hits).cumprod(0).sum(1).cpu(); n += len(at[0])
-    if not n: raise ValueError(f"steps={steps}: no answer is that long")
-    share = (right/n).tolist()
+        right = torch.stack([torch.ones_like(hits[0]), *hits]).cumprod(0).T.cpu()
+        np.add.at(counts, part[at[0].cpu()], right.numpy())
+    if not counts[:,0].any(): raise ValueError(f"steps={steps}: no answer is that long")
+    return counts
+
+def simulated_length(
+    draft, source, steps:int=5, batch:int=16 # as for `simulated_hits`
+) -> tuple[float, list[float]]: # tokens per round with the bonus, and for each step the share of rows where all guesses up to it are right
+    "Teacher-forced accepted length over all rows."
+    rows,*right = simulated_hits(draft, source, steps, batch).sum(0)
+    share = [float(r/rows) for r in right]
     return 1+sum(share),share

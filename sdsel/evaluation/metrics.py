@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['summarise', 'acceptance_by_position', 'paired_ratio', 'divergence', 'spec_bench']
+__all__ = ['summarise', 'acceptance_by_position', 'paired_ratio', 'mean_length', 'paired_lengths', 'rank_correlation',
+           'divergence', 'spec_bench']
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #653cae92
 def summarise(
@@ -52,6 +53,42 @@ def paired_ratio(
     i = np.random.default_rng(seed).integers(0, len(base), (draws, len(base)))
     ratios = base[i].sum(1)/other[i].sum(1)
     return (float(base.sum()/other.sum()), *map(float, np.quantile(ratios, [(1-level)/2, (1+level)/2])))
+
+# %% ../../nbs/evaluation/40_metrics.ipynb #08eccafb
+def mean_length(
+    hits # [..., 1+steps] counts of `simulated_hits`
+) -> np.ndarray: # [...] tokens per round with the bonus
+    "Simulated accepted length from counts."
+    hits = np.asarray(hits)
+    return 1+hits[...,1:].sum(-1)/hits[...,0]
+
+def paired_lengths(
+    hits, # [seeds, prompts, 1+steps] counts of the one
+    base, # of the other, same seeds and prompts
+    draws:int=2000, level:float=.95, seed:int=0
+) -> tuple[float, float, float]: # difference of accepted lengths, hits - base, and its interval
+    "How much longer one accepts than the other, with a percentile bootstrap over prompts and seeds. ValueError for shapes that differ."
+    hits,base = np.asarray(hits),np.asarray(base)
+    if hits.shape != base.shape or hits.ndim != 3 or hits.shape[1] < 2: raise ValueError(f"hits and base need the same seeds and prompts, at least 2 prompts: got shapes {hits.shape} and {base.shape}")
+    rng,(S,P,_) = np.random.default_rng(seed),hits.shape
+    times = lambda n: rng.multinomial(n, np.full(n, 1/n), draws) # how often each is drawn
+    s,p = times(S),times(P)
+    a,b = (mean_length(np.einsum('ds,dp,spc->dc', s, p, x)) for x in (hits, base))
+    return (float(mean_length(hits.sum((0, 1)))-mean_length(base.sum((0, 1)))), *map(float, np.quantile(a-b, [(1-level)/2, (1+level)/2])))
+
+# %% ../../nbs/evaluation/40_metrics.ipynb #205f468e
+def rank_correlation(
+    x, y, # [n]
+    given=None # [n]
+) -> float:
+    "Spearman's rank correlation, or the partial one given a third quantity."
+    from scipy.stats import rankdata
+    x,y = (rankdata(v)-(len(v)+1)/2 for v in (x, y))
+    if given is not None:
+        g = rankdata(given)-(len(given)+1)/2
+        x,y = (v-g*(v@g)/(g@g) for v in (x, y))
+    size = np.sqrt((x@x)*(y@y))
+    return float(x@y/size) if size > 1e-9 else float('nan')
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #1672bbc8
 def divergence(
