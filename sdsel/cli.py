@@ -204,7 +204,7 @@ def run(notebook:Annotated[str, typer.Argument(help='name in nbs/experiments, wi
 def main(args=None):
     "Entry point of `sdsel`: exit code 0, 2 for bad input, 1 when an experiment fails."
     import os, warnings
-    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE') # threads that wait give the core away: on a busy machine spinning multiplies the time
+    if 'OMP_WAIT_POLICY' not in os.environ: os.environ.setdefault('GOMP_SPINCOUNT', '3000') # a short spin: without it one-token passes wake their threads each time; longer ones take the core from other processes
     warnings.showwarning = lambda m, *_, **__: print(f'warning: {m}', file=sys.stderr)
     try: code = app(args, standalone_mode=False)
     except typer.Exit as e: code = e.exit_code

@@ -28,7 +28,7 @@ def versions() -> dict:
     "What a result depends on besides its inputs: software versions and the kind of machine."
     import numpy, torch, transformers
     import sdsel
-    omp = ''.join(f', {k}={os.environ[k]}' for k in ('OMP_WAIT_POLICY', 'KMP_BLOCKTIME') if k in os.environ) # threads that sleep between loops wake up late, which costs one-token passes most
+    omp = ''.join(f', {k}={os.environ[k]}' for k in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT') if k in os.environ) # threads that sleep between loops wake up late, which costs one-token passes most
     return dict(sdsel=sdsel.__version__, torch=torch.__version__, transformers=transformers.__version__, numpy=numpy.__version__, python=platform.python_version(),
                 machine=f'{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{omp}', gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None)
 

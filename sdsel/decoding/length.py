@@ -5,7 +5,6 @@
 # %% ../../nbs/decoding/24_length.ipynb #d816a830
 from __future__ import annotations
 from dataclasses import dataclass
-import statistics
 import torch
 from .cache import Reader
 
@@ -41,21 +40,23 @@ def measure_costs(
     draft=None,   # Target of the draft; None when a guess costs nothing
     rows:int=9,   # most rows of a target pass, one more than guesses
     context:int=64, # tokens read before
-    repeats:int=3,
+    repeats:int=5,
     static:bool=False # buffers of fixed size, for torch.compile
 ) -> Costs:       # in seconds
-    "Time a few passes, median of `repeats`."
-    def passes(t, n):
+    "Time a few passes in turns, the fastest of `repeats`; what noise is left is smoothed, since more rows cost no less."
+    from sklearn.isotonic import isotonic_regression
+    def passes(t, most):
         r = Reader(t, 256, static)
         states = lambda n: torch.zeros(n, t.config.hidden_size, device=t.device, dtype=t.dtype) if hasattr(t, 'fuse') else None # an EAGLE draft reads states
         r.read([i % t.vocab_size for i in range(context)], 1, states(context))
-        took = []
+        took = [[] for _ in range(most)]
         for _ in range(repeats+1): # the first warms up
-            before = r.seconds
-            r.look([i % t.vocab_size for i in range(n)], states=states(n)); r.keep([])
-            took.append(r.seconds-before)
-        return statistics.median(took[1:])
-    return Costs(tuple(passes(target, n) for n in range(1, rows+1)), passes(draft, 1) if draft else 0.)
+            for n in range(1, most+1):
+                before = r.seconds
+                r.look([i % t.vocab_size for i in range(n)], states=states(n)); r.keep([])
+                took[n-1].append(r.seconds-before)
+        return [min(x[1:]) for x in took]
+    return Costs(tuple(map(float, isotonic_regression(passes(target, rows)))), passes(draft, 1)[0] if draft else 0.)
 
 # %% ../../nbs/decoding/24_length.ipynb #d3cb5606
 @dataclass

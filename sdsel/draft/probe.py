@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from ..assets import check_whole, say
-from ..layers import check_layers
 
 # %% auto #0
 __all__ = ['probe_rows', 'Probe', 'linear_probe', 'probe_scores']
