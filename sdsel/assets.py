@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 # %% auto #0
 __all__ = ['cache_dir', 'data_dir', 'say', 'check_whole', 'quiet_transformers', 'need_space', 'atomic', 'sha256', 'check_sha256',
            'Part', 'ModelAsset', 'DataFile', 'DataAsset', 'Manifest', 'manifest', 'fetch_wheel', 'extract',
-           'convert_gguf', 'Resolved', 'resolve', 'fetch_data', 'read_rows']
+           'convert_gguf', 'Resolved', 'resolve', 'fetch_data', 'read_rows', 'write_rows']
 
 # %% ../nbs/01_assets.ipynb #eee6a207
 def cache_dir() -> Path:
@@ -369,3 +369,10 @@ def read_rows(
         try: rows.append(json.loads(line))
         except ValueError as e: raise ValueError(f"{path}, line {i}: not valid JSON ({e}): is the file truncated?") from None
     return rows
+
+def write_rows(
+    path, # .jsonl.gz
+    rows  # dicts
+):
+    "Write compressed JSON lines, whole or not at all; the same bytes for the same rows."
+    with atomic(Path(path)) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(r)+'\n' for r in rows).encode(), mtime=0))

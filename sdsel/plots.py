@@ -163,7 +163,7 @@ def plot_intervals(
     name, value, low, high, # columns
     xlabel, title=''
 ):
-    "Values with their intervals, one line each; what excludes zero is darker."
+    "Values with their intervals, one line each; those that include zero are grey."
     ax = figure(height=.6+.27*len(table))
     for y,(_,r) in enumerate(table.iterrows()):
         colour = '#1b6ca8' if r[low] > 0 else '#b3402a' if r[high] < 0 else '#999999'

@@ -4,11 +4,11 @@
 
 # %% ../nbs/51_run.ipynb #e8121d34
 from __future__ import annotations
-import os, platform, re, shutil
+import json, os, platform, re, shutil
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['repository', 'slug', 'versions', 'run_experiment']
+__all__ = ['repository', 'slug', 'versions', 'Results', 'run_experiment']
 
 # %% ../nbs/51_run.ipynb #a595851d
 def repository() -> Path:
@@ -31,6 +31,28 @@ def versions() -> dict:
     omp = ''.join(f', {k}={os.environ[k]}' for k in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT') if k in os.environ) # threads that sleep between loops wake up late, which costs one-token passes most
     return dict(sdsel=sdsel.__version__, torch=torch.__version__, transformers=transformers.__version__, numpy=numpy.__version__, python=platform.python_version(),
                 machine=f'{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{omp}', gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+
+# %% ../nbs/51_run.ipynb #2ff4dd7d
+class Results:
+    "Where an experiment keeps what it found; with an empty folder nothing is written."
+    def __init__(self, out): self.out = out
+    def table(self, name, df):
+        "Keep a table, and return it; figures are drawn from these."
+        if self.out: Path(self.out).mkdir(parents=True, exist_ok=True); df.round(6).to_csv(f'{self.out}/{name}.csv', index=False)
+        return df
+    def draw(self, name, ax):
+        "Keep a figure."
+        from sdsel.plots import save_figure
+        if self.out: save_figure(ax, f'{self.out}/{name}')
+    def record(self,
+        notebook, model, params, /, # what was run, for the command
+        **about
+    ) -> dict: # also in run.json
+        "Keep the command, versions and whatever else a reader needs."
+        where = '/'.join(p for p in Path(self.out).parts[:-2] if p != '..') # the folder of this model's folder
+        record = dict(command=f"sdsel run {notebook} --models {model} --out {where} --params '{json.dumps(params)}'", versions=versions(), **about)
+        if self.out: Path(f'{self.out}/run.json').write_text(json.dumps(record, indent=1)+'\n')
+        return record
 
 # %% ../nbs/51_run.ipynb #b7e13b7b
 def run_experiment(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 from dataclasses import dataclass
 import torch
+from ..assets import check_whole
 from .cache import Reader
 
 # %% auto #0
@@ -64,7 +65,7 @@ class Fixed:
     "Always the same number of guesses."
     length:int
     def __post_init__(self):
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1: raise ValueError(f"length={self.length!r} must be a whole number >= 1")
+        check_whole(length=self.length)
     def more(self, n, reach=None): return n < self.length
     def learn(self, accepted, drafted): pass
 

@@ -4,14 +4,14 @@
 
 # %% ../../nbs/draft/30_answers.ipynb #28a2404e
 from __future__ import annotations
-import gzip, hashlib, json, os, sys, time, warnings
+import hashlib, json, os, sys, time, warnings
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
-from ..assets import atomic, check_whole, read_rows, say
+from ..assets import atomic, check_whole, read_rows, say, write_rows
 from ..decoding.acceptance import Sampling, draw
 from ..decoding.cache import GrowingLayer, cache_argument
 from ..decoding.generate import prompt_ids
@@ -149,7 +149,7 @@ def answer_prompts(
         for i in missing:
             size,generator,tokens = max(1, cache_tokens//(len(shards[i][-1][1])+max_new_tokens)),torch.Generator().manual_seed(seed+i),[]
             for s in range(0, len(shards[i]), size): tokens += answer_batch(target, [ids for _,ids in shards[i][s:s+size]], max_new_tokens, sampling, generator)
-            with atomic(paths[i]) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(asdict(Answer(p.id, p.kind, ids, t)))+'\n' for (p,ids),t in zip(shards[i], tokens)).encode(), mtime=0))
+            write_rows(paths[i], [asdict(Answer(p.id, p.kind, ids, t)) for (p,ids),t in zip(shards[i], tokens)])
             bar.update(len(shards[i]))
     await_shards(paths)
     return load_answers(out)

@@ -57,6 +57,7 @@ def linear_probe(
     say(f"probe: {source.rows[fit].sum()} rows of {len(fit)} answers, {len(source.layers)} boundaries")
     first = [torch.cat(t) for t in zip(*(probe_rows(source, target, fit[i:i+batch]) for i in range(0, _enough(source, fit, 4*rank), batch)))]
     parts = [*first[0].unbind(1), first[1]]
+    rank = min(rank, *(p.shape[1] for p in parts)) # blocks of one size
     bases = [torch.linalg.eigh(p.T@p)[1][:,-rank:] for p in parts]
     def project(indices):
         x,e,y = probe_rows(source, target, indices)
@@ -66,7 +67,7 @@ def linear_probe(
         z,y = project(fit[i:i+batch])
         gram,cross,n = gram+(z.T@z).double(),cross+(z.T@y).double(),n+len(y)
     z,y = (torch.cat(t) for t in zip(*(project(test[i:i+batch]) for i in range(0, len(test), batch))))
-    return Probe(tuple(source.layers), min(rank, bases[0].shape[1]), gram/n, cross/n, z, y, n)
+    return Probe(tuple(source.layers), rank, gram/n, cross/n, z, y, n)
 
 def _enough(source, order, rows): return int(np.searchsorted(np.cumsum(source.rows[order]), rows))+1
 

@@ -4,10 +4,10 @@
 
 # %% ../../nbs/draft/39_questions.ipynb #33b1a4bf
 from __future__ import annotations
-import gzip, json, random, re
+import random, re
 from pathlib import Path
 import torch
-from ..assets import atomic, check_whole, read_rows, say
+from ..assets import check_whole, read_rows, say, write_rows
 from ..decoding.acceptance import Sampling
 from ..decoding.kernels import fast_linears
 from .answers import answer_batch, await_shards, check_about, my_shards, template_hash
@@ -61,7 +61,7 @@ def write_questions(
             written = answer_batch(target, prompts[part], max_new_tokens, Sampling(temperature), torch.Generator().manual_seed(seed+i*batch))
             texts = [(start+target.tokenizer.decode(w, skip_special_tokens=True)).split('\n')[0] for (_,start),w in zip(pairs[part], written)]
             rows = [dict(id=f'own-{seed}-{i*batch+j}', kind='own', prompt=t[:t.rindex('?')+1]+end) for j,t in enumerate(texts) if '?' in t]
-            with atomic(paths[i]) as tmp: tmp.write_bytes(gzip.compress(''.join(json.dumps(r)+'\n' for r in rows).encode(), mtime=0))
+            write_rows(paths[i], rows)
     await_shards(paths)
     rows = [r for p in paths for r in read_rows(p)]
     if not rows: raise ValueError(f"{target.name} wrote no question mark in {n} tries: raise n, lower temperature={temperature}, or give more examples")
