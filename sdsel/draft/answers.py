@@ -20,7 +20,7 @@ from ..decoding.loop import eos_of
 
 # %% auto #0
 __all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'check_owner',
-           'answer_prompts', 'load_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
+           'answer_prompts', 'load_answers', 'pick_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
 
 # %% ../../nbs/draft/30_answers.ipynb #272c512f
 @torch.no_grad()
@@ -132,10 +132,7 @@ def answer_prompts(
     "The target's answers to all prompts, in `out`; done shards are not made again. ValueError for a folder of other answers."
     from tqdm.auto import tqdm
     check_whole(max_new_tokens=max_new_tokens, batch=batch, cache_tokens=cache_tokens, max_length=max_length)
-    sampling,encoded = Sampling(temperature),[(p, prompt_ids(target, p, raw)) for p in prompts]
-    encoded = sorted(((p, ids) for p,ids in encoded if len(ids) < max_length), key=lambda e: len(e[1])) # like lengths side by side
-    if not encoded: raise ValueError(f"prompts: none of {len(prompts)} is shorter than max_length={max_length} tokens")
-    if len(encoded) < len(prompts): warnings.warn(f"{len(prompts)-len(encoded)} of {len(prompts)} prompts are left out: they have max_length={max_length} tokens or more")
+    sampling,encoded = Sampling(temperature),_encode(target, prompts, raw, max_length)
     most = getattr(target.config, 'max_position_embeddings', None)
     if most and (long := len(encoded[-1][1]))+max_new_tokens > most: raise ValueError(f"max_new_tokens={max_new_tokens}: with prompts of up to {long} tokens that is more than the {most} positions of {target.name}")
     about = dict(target=target.name, revision=target.provenance.get('revision'), template=None if raw else template_hash(target.tokenizer), prompts=prompts.name, prompts_hash=prompts.hash,
@@ -154,6 +151,13 @@ def answer_prompts(
     await_shards(paths)
     return load_answers(out)
 
+def _encode(target, prompts, raw, max_length):
+    encoded = [(p, prompt_ids(target, p, raw)) for p in prompts]
+    kept = sorted(((p, ids) for p,ids in encoded if len(ids) < max_length), key=lambda e: len(e[1])) # like lengths side by side
+    if not kept: raise ValueError(f"prompts: none of {len(prompts)} is shorter than max_length={max_length} tokens")
+    if len(kept) < len(prompts): warnings.warn(f"{len(prompts)-len(kept)} of {len(prompts)} prompts are left out: they have max_length={max_length} tokens or more")
+    return kept
+
 def _shard(folder, i): return Path(folder)/f'answers-{i:05}.jsonl.gz'
 
 # %% ../../nbs/draft/30_answers.ipynb #fb5d8461
@@ -171,6 +175,22 @@ def load_answers(
         except (ValueError, TypeError) as e: raise ValueError(f"{p} is damaged ({e}): delete that file and answer again") from e
     if len(rows) != about['count']: raise ValueError(f"{path} holds {len(rows)} of {about['count']} answers: run answer_prompts again to finish it")
     return Answers(tuple(rows), about)
+
+# %% ../../nbs/draft/30_answers.ipynb #8b7cb8e0
+def pick_answers(
+    path,    # folder of `answer_prompts` that may hold more
+    target,  # Target
+    prompts, # PromptSet
+    max_new_tokens:int=256, raw:bool=False, max_length:int=2048 # as they were for `answer_prompts`
+) -> Answers: # in the folder's order
+    "The answers to these prompts. ValueError where some are missing, or were made by another model or with other options."
+    said = load_answers(path)
+    check_owner(said, target)
+    if said.about['max_new_tokens'] != max_new_tokens: raise ValueError(f"{path} was made with max_new_tokens={said.about['max_new_tokens']}, not {max_new_tokens}: ask for the same, or answer again")
+    wanted = {(p.id, *ids) for p,ids in _encode(target, prompts, raw, max_length)}
+    rows = tuple(a for a in said if (a.id, *a.prompt) in wanted)
+    if lacking := len(wanted-{(a.id, *a.prompt) for a in rows}): raise ValueError(f"{path} holds no answer to {lacking} of the {len(wanted)} prompts of {prompts.name}: answer them with answer_prompts")
+    return Answers(rows, dict(said.about, prompts_hash=prompts.hash, count=len(rows)))
 
 # %% ../../nbs/draft/30_answers.ipynb #ff860c1b
 def join_answers(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from dataclasses import asdict, replace
 from ..assets import check_whole
-from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, load_answers
+from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, load_answers, pick_answers
 from .checkpoints import save_draft
 from .eagle3 import make_draft
 from .features import DTYPES, Online, Part, store_features
@@ -36,7 +36,7 @@ def train_eagle3(
     batch:int=128,          # prompts answered side by side
     raw:bool=False,
     share:float=1.,         # of the answers to train on
-    answers=None,           # folder of answers to `prompts` made before; default: in `out`
+    answers=None,           # folder of answers made before, to `prompts` and perhaps to others; default: made in `out`
     also=(),                # folders of answers to other prompts, to learn from as well
     **kw                # of `make_draft`: init (a trained draft to go on from), num_hidden_layers, intermediate_size, ...
 ):                      # Eagle3Draft
@@ -54,7 +54,7 @@ def train_eagle3(
     out,also = Path(out),[load_answers(a) for a in ([also] if isinstance(also, (str, Path)) else also)]
     for a in also: check_owner(a, target)
     folder = draft_folder(out, layers, share)
-    answers = join_answers([answer_prompts(target, prompts, answers or out/'answers', max_new_tokens, batch, raw=raw, max_length=max_length), *also])
+    answers = join_answers([pick_answers(answers, target, prompts, max_new_tokens, raw, max_length) if answers else answer_prompts(target, prompts, out/'answers', max_new_tokens, batch, raw=raw, max_length=max_length), *also])
     if store == 'online': source = Online(target, answers, layers, max_length)
     else:
         stored = store_features(target, answers, out/'features' if store == 'all' else out/f'features-{draft_folder(out, layers).name}', None if store == 'all' else layers, 'bfloat16' if store == 'all' else store, max_length)
