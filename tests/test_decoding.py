@@ -277,7 +277,7 @@ def test_trees_are_the_most_probable_paths(seed, depth, width):
     full = grow(p, lambda tokens, parents: p.expand(len(tokens), -1), depth, 3**depth, 10**6)
     assert len(full[0]) == sum(3**d for d in range(1, depth+1))
     n = 2*depth
-    tokens,parents,seen = grow(p, lambda tokens, parents: p.expand(len(tokens), -1), depth, width, n)
+    tokens,parents,seen,_ = grow(p, lambda tokens, parents: p.expand(len(tokens), -1), depth, width, n)
     assert all(-1 <= q < i for i,q in enumerate(parents)) and len(tokens) <= n and len(set(zip(parents, tokens))) == len(tokens)
 
 # records and errors

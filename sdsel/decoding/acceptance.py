@@ -51,6 +51,7 @@ class Verdict:
     "Accepted nodes, from the root on, and the token that follows them: a correction, or a bonus below the last node."
     path:tuple[int, ...]
     token:int
+    dropped:int|None = None # the node in whose place `token` stands although the target would have kept it: a rule that is not lossless
 
 def _children(tokens, parents):
     "Nodes by parent, in order."

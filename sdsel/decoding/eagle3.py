@@ -4,6 +4,7 @@
 
 # %% ../../nbs/decoding/36_eagle3.ipynb #ed399bfa
 from __future__ import annotations
+from dataclasses import replace
 import torch
 from .loop import Draft
 from .models import DraftModel
@@ -25,7 +26,7 @@ class Eagle3(DraftModel):
     def propose(self, ids, room):
         if not self.target.length: return Draft() # a prompt of one token: there is no state yet
         draft = super().propose(ids, room)
-        return Draft([self.ids[x] for x in draft.tokens], draft.parents, draft.q)
+        return replace(draft, tokens=[self.ids[x] for x in draft.tokens], vocabulary=self.model.vocabulary)
 
     def begin(self, ids):
         states = self.model.fuse(torch.cat(self.target.kept).to(self.model.dtype)); self.target.kept.clear()

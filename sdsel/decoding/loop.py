@@ -21,6 +21,8 @@ class Draft:
     tokens:list[int] = field(default_factory=list)
     parents:list[int]|None = None
     q:torch.Tensor|None = None # [n, V]
+    logits:list|None = None # [Vd] of the draft where each token was guessed, before any temperature; None: it has none
+    vocabulary:torch.Tensor|None = None # [Vd] target ids of the logits, where the draft knows fewer tokens
 
 class Drafter:
     "Guesses how a text goes on. The base class guesses nothing: plain decoding."
@@ -49,6 +51,7 @@ class Round:
     tokens:list[int]       # committed: accepted ones, then a correction or bonus; cut where generation ended
     target_seconds:float
     draft_seconds:float
+    dropped:int|None = None # see `Verdict`
 
     @property
     def accepted(self) -> int:
@@ -194,7 +197,7 @@ def decode(
         new,old = [*(draft.tokens[i] for i in verdict.path), verdict.token],len(g.tokens)
         g.tokens,g.finish = cut(g.tokens+new, len(new), max_new_tokens, eos, stop, target.tokenizer)
         ids = ids+g.tokens[old:]
-        g.rounds.append(Round(draft.tokens, draft.parents, list(verdict.path), g.tokens[old:], reader.seconds-target_before, drafter.seconds-draft_before))
+        g.rounds.append(Round(draft.tokens, draft.parents, list(verdict.path), g.tokens[old:], reader.seconds-target_before, drafter.seconds-draft_before, verdict.dropped if len(g.tokens)-old == len(new) else None))
         if g.finish and target.tokenizer: g.text = target.tokenizer.decode(g.tokens, skip_special_tokens=True)
         g.target_calls,g.target_seconds,g.draft_calls,g.draft_seconds,g.seconds = reader.calls,reader.seconds,drafter.calls,drafter.seconds,g.seconds+time.perf_counter()-start
         yield g

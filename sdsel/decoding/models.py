@@ -5,6 +5,7 @@
 # %% ../../nbs/decoding/25_models.ipynb #0abbe09e
 from __future__ import annotations
 import copy
+from dataclasses import replace
 import torch
 from ..assets import check_whole
 from .acceptance import draw
@@ -40,22 +41,22 @@ def grow(
     depth:int, # levels
     width:int, # paths that go on at each level, and tokens that each proposes
     nodes:int  # how many of all to keep
-):             # tokens, parents, and for each node its number in `look` or None
+):             # tokens, parents, for each node its number in `look` or None, and the logits it was guessed by
     "The most probable paths of a draft, level by level."
-    tokens,parents,scores,seen = [],[],[],{}
+    tokens,parents,scores,seen,by = [],[],[],{},[]
     level,rows = [-1],logits[None]
     for d in range(depth):
         top = rows.log_softmax(-1).topk(min(width, rows.shape[-1]))
-        new = [(s+(scores[p] if p >= 0 else 0.), p, x) for p,ss,xs in zip(level, top.values.tolist(), top.indices.tolist()) for s,x in zip(ss, xs)]
+        new = [(s+(scores[p] if p >= 0 else 0.), p, x, row) for p,ss,xs,row in zip(level, top.values.tolist(), top.indices.tolist(), rows) for s,x in zip(ss, xs)]
         first = len(tokens)
-        for s,p,x in new: scores.append(s); parents.append(p); tokens.append(x)
+        for s,p,x,row in new: scores.append(s); parents.append(p); tokens.append(x); by.append(row)
         if d == depth-1: break
         level = sorted(sorted(range(first, len(tokens)), key=lambda i: -scores[i])[:width])
         rows = look([tokens[i] for i in level], [seen.get(parents[i], -1) for i in level])
         for i in level: seen[i] = len(seen)
     kept = sorted(sorted(range(len(tokens)), key=lambda i: (-scores[i], i))[:nodes])
     number = {i: n for n,i in enumerate(kept)}
-    return [tokens[i] for i in kept],[number.get(parents[i], -1) for i in kept],[seen.get(i) for i in kept]
+    return [tokens[i] for i in kept],[number.get(parents[i], -1) for i in kept],[seen.get(i) for i in kept],[by[i] for i in kept]
 
 # %% ../../nbs/decoding/25_models.ipynb #48620e6d
 def fixed_tree(
@@ -64,13 +65,13 @@ def fixed_tree(
     shape     # children of each node, level by level
 ):            # as of `grow`
     "A tree whose shape is given: each node has its most probable children, as in EAGLE's first version."
-    tokens,parents,level,rows = [],[],[-1],logits[None]
+    tokens,parents,by,level,rows = [],[],[],[-1],logits[None]
     for d,n in enumerate(shape):
-        new = [(p, x) for p,xs in zip(level, rows.topk(min(n, rows.shape[-1])).indices.tolist()) for x in xs]
+        new = [(p, x, row) for p,xs,row in zip(level, rows.topk(min(n, rows.shape[-1])).indices.tolist(), rows) for x in xs]
         level = range(len(tokens), len(tokens)+len(new))
-        parents += [p for p,_ in new]; tokens += [x for _,x in new]
+        for p,x,row in new: parents.append(p); tokens.append(x); by.append(row)
         if d < len(shape)-1: rows = look([tokens[i] for i in level], [parents[i] for i in level])
-    return tokens,parents,[i if i < level[0] else None for i in range(len(tokens))] # the last level was not looked at
+    return tokens,parents,[i if i < level[0] else None for i in range(len(tokens))],by # the last level was not looked at
 
 # %% ../../nbs/decoding/25_models.ipynb #c2a4c031
 def chain(
@@ -82,13 +83,13 @@ def chain(
     generator  # torch.Generator
 ) -> Draft:    # with the distributions `q` if tokens were drawn
     "One guess after another, until it does not pay to go on."
-    tokens,qs,reach = [],[],1.
+    tokens,qs,by,reach = [],[],[],1.
     while len(tokens) < room and length.more(len(tokens), reach):
         if tokens: logits = look(tokens[-1:])
         if not sampling.greedy: qs.append(sampling.probs(logits))
-        tokens.append(int(draw(qs[-1], generator) if qs else logits.argmax()))
+        tokens.append(int(draw(qs[-1], generator) if qs else logits.argmax())); by.append(logits[0])
         reach *= logits.softmax(-1).max().item()
-    return Draft(tokens, q=torch.cat(qs) if qs else None)
+    return Draft(tokens, q=torch.cat(qs) if qs else None, logits=by)
 
 def check_shape(length, width, nodes):
     "The policy of a length, and the size of a tree (None for a chain); ValueError for what can't be one."
@@ -132,9 +133,9 @@ class DraftModel(Drafter):
         if self.width == 1:
             draft = chain(z, self.look, room, self.length, self.sampling, self.generator)
             self.seen = [*range(len(draft.tokens)-1), None]
-            return draft if draft.q is None else Draft(draft.tokens, q=self.spread(draft.q).to(self.device))
-        tokens,parents,self.seen = fixed_tree(z[0], self.look, self.width[:room]) if isinstance(self.width, tuple) else grow(z[0], self.look, min(self.length.length, room), self.width, self.nodes)
-        return Draft(tokens, parents)
+            return draft if draft.q is None else replace(draft, q=self.spread(draft.q).to(self.device))
+        tokens,parents,self.seen,by = fixed_tree(z[0], self.look, self.width[:room]) if isinstance(self.width, tuple) else grow(z[0], self.look, min(self.length.length, room), self.width, self.nodes)
+        return Draft(tokens, parents, logits=by)
 
     def begin(self, ids): "Logits after the text, which is read as far as it is new."; return self.reader.read(ids[self.reader.length:], rows=1)[:,:self.vocab] # never a token the target lacks
     def look(self, tokens, parents=None): "Logits of new nodes."; return self.reader.look(tokens, parents)[:,:self.vocab]
