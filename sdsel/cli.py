@@ -95,25 +95,28 @@ def _length(text): return int(text) if text.lstrip('-').isdigit() else text # a 
 
 # %% ../nbs/52_cli.ipynb #2fb658c2
 @app.command()
-def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' reads standard input")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'ar' (no draft), 'sd', 'eagle3' or 'lookup'")]='ar',
-             draft:Annotated[Optional[str], typer.Option(help="for 'sd': a model with the same tokenizer, or first:N for the model's own first N layers; for 'eagle3': a draft's folder")]=None,
+def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' reads standard input")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'ar' (no draft), 'sd', 'eagle3', 'lookup' or 'easd' (not lossless)")]='ar',
+             draft:Annotated[Optional[str], typer.Option(help="for 'sd': a model with the same tokenizer, or first:N for the model's own first N layers; for 'eagle3': a draft's folder; for 'easd': any of these")]=None,
              length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1,
              max_new_tokens:Annotated[int, typer.Option(help='at most')]=128, temperature:Annotated[float, typer.Option(help='0 is greedy')]=0., top_k:Annotated[int, typer.Option(help='0 keeps all')]=0,
              top_p:Annotated[float, typer.Option(help='1 keeps all')]=1., stop:Annotated[Optional[list[str]], typer.Option(help='end after this text; can be repeated')]=None,
+             entropy_threshold:Annotated[float, typer.Option(help="for 'easd', nats")]=2., top_n:Annotated[int, typer.Option(help="for 'easd': tokens of the shortlists")]=10, overlap_threshold:Annotated[float, typer.Option(help="for 'easd'")]=.8,
              speed:Annotated[str, typer.Option(help="'auto', 'off' or 'compile'")]='auto', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Generate a text, with or without a draft, and say what the draft was worth."
     from rich.console import Console
-    from sdsel.decoding.generate import check_method, stream
+    from sdsel.decoding.easd import EASDConfig
+    from sdsel.decoding.generate import check_method, is_eagle3, stream
     from sdsel.decoding.view import View
     from sdsel.targets import load_target
     if prompt == '-': prompt = sys.stdin.read()
     length = _length(length)
     check_method(method, draft, length, width)
+    easd = EASDConfig(entropy_threshold, top_n, overlap_threshold) if method == 'easd' else None
     target = load_target(model, source=source, accept_licence=accept_licence)
-    if method == 'sd' and not draft.startswith('first:'): draft = load_target(draft, source=source, accept_licence=accept_licence)
+    if method in ('sd', 'easd') and not draft.startswith('first:') and not is_eagle3(draft): draft = load_target(draft, source=source, accept_licence=accept_licence)
     console,shown = Console(soft_wrap=True, highlight=False),0
     for g in stream(target, prompt, method=method, draft=draft, length=length, width=width, max_new_tokens=max_new_tokens, temperature=temperature,
-                    top_k=top_k, top_p=top_p, stop=stop or (), seed=seed, raw=raw, speed=speed):
+                    top_k=top_k, top_p=top_p, stop=stop or (), seed=seed, raw=raw, speed=speed, easd=easd):
         if as_json or not (g.finish or console.is_terminal): continue
         text = View(g, target.tokenizer).__rich__()
         end = len(text) if g.finish else len(text.plain.rstrip('\ufffd'))

@@ -5,6 +5,8 @@
 # %% ../../nbs/decoding/27_generate.ipynb #f234fe61
 from __future__ import annotations
 import contextlib
+from dataclasses import asdict
+from pathlib import Path
 from .acceptance import Sampling
 from .kernels import compiled, fast_linears
 from .cache import probe
@@ -16,7 +18,7 @@ from ..prompts import as_prompt, encode, unanswered
 from ..targets import Target, load_target
 
 # %% auto #0
-__all__ = ['METHODS', 'SPEEDS', 'prompt_ids', 'check_method', 'drafter_for', 'stream', 'generate']
+__all__ = ['METHODS', 'SPEEDS', 'prompt_ids', 'check_method', 'is_eagle3', 'drafter_for', 'stream', 'generate']
 
 # %% ../../nbs/decoding/27_generate.ipynb #fbd3ecca
 def prompt_ids(
@@ -34,12 +36,14 @@ def prompt_ids(
     return encode(target.tokenizer, [unanswered(prompt)], raw, max_length=1<<30)[0].ids
 
 # %% ../../nbs/decoding/27_generate.ipynb #b00ff79b
-METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', eagle3='speculative decoding with an EAGLE-3 draft', lookup='speculative decoding with guesses copied from the text')
+METHODS = dict(ar='plain decoding, no draft', sd='speculative decoding with a draft model', eagle3='speculative decoding with an EAGLE-3 draft', lookup='speculative decoding with guesses copied from the text',
+               easd='entropy-aware speculative decoding with either kind of draft: not lossless')
 
 def check_method(method, draft, length, width):
     "ValueError for parts that can't go together, whatever the models."
     if method not in METHODS: raise ValueError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-    wanted = dict(sd="a model with the same tokenizer, or 'first:N' for the target's own first N layers", eagle3="an Eagle3Draft, or the folder of one").get(method)
+    model,eagle = "a model with the same tokenizer, or 'first:N' for the target's own first N layers","an Eagle3Draft, or the folder of one"
+    wanted = dict(sd=model, eagle3=eagle, easd=f'{model}; {eagle}').get(method)
     if draft is None and wanted: raise ValueError(f"method={method!r} needs a draft: {wanted}")
     if draft is not None and not wanted: raise ValueError(f"draft={draft!r} is of no use with method={method!r}: pass method='sd' or 'eagle3'")
     if isinstance(length, str) and length != 'auto': raise ValueError(f"length={length!r} must be a whole number or 'auto'")
@@ -47,10 +51,14 @@ def check_method(method, draft, length, width):
     if length != 'auto': policy(length)
     if isinstance(draft, str) and draft.startswith('first:') and not draft[6:].isdigit(): raise ValueError(f"draft={draft!r}: write 'first:N' with a whole number of layers, e.g. 'first:4'")
 
+def is_eagle3(draft) -> bool:
+    "Is it an EAGLE-3 draft, or the folder of one?"
+    return hasattr(draft, 'fuse') or not isinstance(draft, Target) and (c := Path(draft)/'config.json').is_file() and 'eagle_aux_hidden_state_layer_ids' in c.read_text()
+
 def drafter_for(
     target:Target,
     method:str,        # of METHODS
-    draft=None,        # for 'sd': a Target, a model's name, or 'first:N' for the target's own first N layers; for 'eagle3': an Eagle3Draft or its folder
+    draft=None,        # for 'sd': a Target, a model's name, or 'first:N' for the target's own first N layers; for 'eagle3': an Eagle3Draft or its folder; for 'easd': any of these
     length=5,          # guesses per round, or 'auto': by measured costs and the acceptance of late
     width=1,           # > 1: a tree; a tuple: one of fixed shape
     **load             # of `load_target`, when draft is a name
@@ -60,7 +68,7 @@ def drafter_for(
     if method == 'ar': return Drafter()
     kw = dict(length=5 if length == 'auto' else length, width=width) # 'auto' is set when costs can be measured
     if method == 'lookup': return Lookup(**kw)
-    if method == 'eagle3':
+    if method == 'eagle3' or method == 'easd' and is_eagle3(draft):
         from sdsel.decoding.eagle3 import Eagle3
         from sdsel.draft.checkpoints import load_draft
         return Eagle3(draft if hasattr(draft, 'fuse') else load_draft(draft, target), **kw)
@@ -77,7 +85,7 @@ def stream(
     target,               # Target, or a model's name
     prompt,               # see `prompt_ids`
     method:str='ar',      # of METHODS
-    draft=None,           # for 'sd': a Target, a model's name, or 'first:N'; for 'eagle3': an Eagle3Draft or its folder
+    draft=None,           # for 'sd': a Target, a model's name, or 'first:N'; for 'eagle3': an Eagle3Draft or its folder; for 'easd': any of these
     length=5,             # guesses per round, or 'auto'
     width=1,              # > 1: a tree of guesses; a tuple: children of each node, level by level
     max_new_tokens:int=128,
@@ -87,6 +95,7 @@ def stream(
     stop=(),              # strings that end the text
     raw:bool=False,       # no chat template
     speed:str='auto',     # of SPEEDS
+    easd=None,            # EASDConfig for 'easd'; default: its defaults
     **kw                  # more of `decode`: eos, rule
 ):
     """Yields the same Generation after each round, as it grows. ValueError for anything that does not fit, before any model runs.
@@ -94,6 +103,11 @@ def stream(
     The law is the model's own under temperature, top-k and top-p; a repetition penalty or other processors of its generation config are not applied."""
     if speed not in SPEEDS: raise ValueError(f"speed={speed!r} is unknown: choose one of {', '.join(SPEEDS)}")
     check_method(method, draft, length, width)
+    if method == 'easd':
+        from sdsel.decoding.easd import EASD, EASDConfig
+        if kw.get('rule'): raise ValueError("rule: method='easd' is a rule; pass its options as easd=EASDConfig(...), or another method")
+        kw['rule'] = EASD(easd or EASDConfig())
+    elif easd is not None: raise ValueError(f"easd: the options of method='easd' are of no use with method={method!r}; for its rule with other drafters pass rule=EASD(...)")
     sampling = Sampling(temperature, top_k, top_p)
     if not isinstance(target, Target): target = load_target(target)
     ids = check_prompt(target, prompt_ids(target, prompt, raw), max_new_tokens)
@@ -105,7 +119,7 @@ def stream(
     with faster(*(() if speed == 'off' else (target, model) if model else (target,))):
         if length == 'auto' and method != 'ar': drafter.length = Adaptive(_costs(target, model, speed))
         about = dict(target=target.name, **target.provenance, method=method, draft=model.name if model else None, draft_revision=model.provenance.get('revision') if model else None,
-                     length=repr(drafter.length) if hasattr(drafter, 'length') else None, width=width, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, speed=speed, device=str(target.device), dtype=str(target.dtype)[6:])
+                     length=repr(drafter.length) if hasattr(drafter, 'length') else None, width=width, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, speed=speed, **({'easd': asdict(kw['rule'].config)} if method == 'easd' else {}), device=str(target.device), dtype=str(target.dtype)[6:])
         for g in decode(target, ids, drafter, sampling, max_new_tokens, seed, stop, static=speed == 'compile', **kw):
             g.provenance = about
             yield g
