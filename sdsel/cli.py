@@ -91,7 +91,7 @@ def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help=
     if flags: print(f'{engine}: {flags}')
 
 # %% ../nbs/52_cli.ipynb #d9659c04
-def _length(text): return int(text) if text.lstrip('-').isdigit() else text # a number, 'auto', or what `check_method` refuses
+def _length(text): return int(text) if text.lstrip('-').isdecimal() else text # a number, 'auto', or what `check_method` refuses
 
 # %% ../nbs/52_cli.ipynb #2fb658c2
 @app.command()
@@ -100,7 +100,7 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
              length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1,
              max_new_tokens:Annotated[int, typer.Option(help='at most')]=128, temperature:Annotated[float, typer.Option(help='0 is greedy')]=0., top_k:Annotated[int, typer.Option(help='0 keeps all')]=0,
              top_p:Annotated[float, typer.Option(help='1 keeps all')]=1., stop:Annotated[Optional[list[str]], typer.Option(help='end after this text; can be repeated')]=None,
-             entropy_threshold:Annotated[float, typer.Option(help="for 'easd', nats")]=2., top_n:Annotated[int, typer.Option(help="for 'easd': tokens of the shortlists")]=10, overlap_threshold:Annotated[float, typer.Option(help="for 'easd'")]=.8,
+             entropy_threshold:Annotated[Optional[float], typer.Option(help="for 'easd': nats; default 2")]=None, top_n:Annotated[Optional[int], typer.Option(help="for 'easd': tokens of the shortlists; default 10")]=None, overlap_threshold:Annotated[Optional[float], typer.Option(help="for 'easd': default 0.8")]=None,
              speed:Annotated[str, typer.Option(help="'auto', 'off' or 'compile'")]='auto', seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Generate a text, with or without a draft, and say what the draft was worth."
     from rich.console import Console
@@ -111,7 +111,8 @@ def generate(prompt:Annotated[str, typer.Argument(help="the text to answer; '-' 
     if prompt == '-': prompt = sys.stdin.read()
     length = _length(length)
     check_method(method, draft, length, width)
-    easd = EASDConfig(entropy_threshold, top_n, overlap_threshold) if method == 'easd' else None
+    options = {k: v for k,v in dict(entropy_threshold=entropy_threshold, top_n=top_n, overlap_threshold=overlap_threshold).items() if v is not None}
+    easd = EASDConfig(**options) if options or method == 'easd' else None
     target = load_target(model, source=source, accept_licence=accept_licence)
     if method in ('sd', 'easd') and not draft.startswith('first:') and not is_eagle3(draft): draft = load_target(draft, source=source, accept_licence=accept_licence)
     console,shown = Console(soft_wrap=True, highlight=False),0
@@ -135,7 +136,7 @@ def _layers(text):
 def _split(prompts, n, seed, held_out):
     "Prompts to train on and prompts to measure on; all of them on both sides when none is held out. The same n and number of kinds give the same kinds for any seed, as long as all occur; a share gives the same prompts for the same seed."
     from sdsel.prompts import hold_out, load_prompts
-    if held_out > 1 and held_out != int(held_out): raise ValueError(f"hold_out={held_out} must be a whole number of kinds, or a share below 1")
+    if not 0 <= held_out < float('inf') or held_out > 1 and held_out != int(held_out): raise ValueError(f"hold_out={held_out} must be a whole number of kinds, or a share below 1")
     p = load_prompts(prompts, n, seed)
     return hold_out(p, held_out if held_out < 1 else int(held_out), 0) if held_out else (p, p)
 HoldOut = Annotated[float, typer.Option(help='kinds of prompts to leave out of training, or, below 1, the share of the prompts of each kind; to `evaluate` give the same --prompts, -n and number (and, with a share, the same --seed)')]
@@ -151,8 +152,8 @@ def train(out:Annotated[str, typer.Option(help='folder for answers, states, chec
     from sdsel.draft.training import TrainConfig
     from sdsel.targets import load_target
     config = TrainConfig(steps=steps, decay=decay, epochs=epochs, batch=batch, lr=lr, schedule=schedule, ema=ema, precision=precision, seed=seed)
-    chosen,(asked,_) = _layers(layers),_split(prompts, n, seed, hold_out)
-    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, answers=answers, also=[a for a in map(str.strip, also.split(',')) if a], init=init)
+    chosen,(asked,held) = _layers(layers),_split(prompts, n, seed, hold_out)
+    draft = train_eagle3(load_target(model, source=source, accept_licence=accept_licence), asked, out, chosen, vocab, config, max_new_tokens, store=store, raw=raw, answers=answers, also=[a for a in map(str.strip, also.split(',')) if a], avoid=held if hold_out else None, init=init)
     if as_json: return print(json.dumps(dict(layers=list(draft.eagle.layers), draft_vocab_size=draft.eagle.draft_vocab_size, folder=str(draft_folder(out, draft.eagle.layers)/'draft'), **draft.eagle.about)))
     print(draft.eagle)
 
@@ -169,18 +170,21 @@ def export(draft:Annotated[str, typer.Argument(help="folder of a draft")], out:A
 # %% ../nbs/52_cli.ipynb #242db0de
 @app.command()
 def evaluate(draft:Annotated[str, typer.Option(help="a draft's folder; for 'sd' a model or first:N")], model:Model='smollm2-135m', method:Annotated[str, typer.Option(help="'eagle3' or 'sd'")]='eagle3', prompts:Prompts='builtin', n:Count=None, hold_out:HoldOut=0,
-             seen:Annotated[bool, typer.Option('--seen', help='the kinds that were trained on (with another seed: new prompts of those kinds)')]=False, most:Annotated[Optional[int], typer.Option(min=1, help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
+             seen:Annotated[bool, typer.Option('--seen', help='other prompts of the kinds that were trained on: give another --seed')]=False, most:Annotated[Optional[int], typer.Option(min=1, help='prompts to run, after holding out')]=None, length:Annotated[str, typer.Option(help="guesses per round, or 'auto'")]='5', width:Annotated[int, typer.Option(help='> 1: a tree of guesses')]=1, max_new_tokens:Annotated[int, typer.Option(help='at most')]=128,
              out:Annotated[Optional[str], typer.Option(help='also write everything to this .json file')]=None, seed:Seed=0, source:Source='auto', accept_licence:Licence=False, raw:Raw=False, as_json:Json=False):
     "Measure accepted length and speed of a draft against the same loop without one and transformers' generate."
     from sdsel.draft.checkpoints import load_draft
-    from sdsel.evaluation.compare import evaluate
+    from sdsel.evaluation.compare import evaluate, unseen
     from sdsel.targets import load_target
-    learnt,held = _split(prompts, n, seed, hold_out)
-    asked = learnt if seen else held
-    if method == 'eagle3' and 0 < hold_out < 1 and not seen:
-        draft = load_draft(draft)
-        if draft.eagle.about.get('prompts_hash') not in (None, learnt.hash): raise ValueError(f"hold_out={hold_out}: with these --prompts, -n and --seed the rest is not what the draft was trained on, so the share held out may be known to it: give those of its training")
-    r = evaluate(load_target(model, source=source, accept_licence=accept_licence), asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, raw=raw, out=out)
+    if method not in ('eagle3', 'sd'): raise ValueError(f"method={method!r} must be 'eagle3' or 'sd'")
+    every = _split(prompts, n, seed, hold_out)[0 if seen else 1]
+    if method == 'eagle3': draft = load_draft(draft)
+    target = load_target(model, source=source, accept_licence=accept_licence)
+    if method == 'sd' and not draft.startswith('first:'): draft = load_target(draft, source=source, accept_licence=accept_licence)
+    asked = unseen(every, draft, target, raw)
+    if not asked: raise ValueError(f"prompts: the draft was trained on all {len(every)}: give others, or another --seed; to keep some for this, train with --hold-out")
+    if len(asked) < len(every): print(f'{len(every)-len(asked)} of {len(every)} prompts are left out: the draft was trained on them', file=sys.stderr)
+    r = evaluate(target, asked[:most] if most else asked, draft, method, _length(length), width, max_new_tokens, raw=raw, out=out)
     if as_json: return print(json.dumps(r))
     for s,v in r['tokens_per_second'].items():
         more = f"accepted length {r['accepted_length_with_bonus'][s]:.2f} (with bonus), "+', '.join(f'{x[0]:.2f} [{x[1]:.2f}, {x[2]:.2f}] times {b}' for b,x in r['speedup'][s].items()) if s in r['speedup'] else ''

@@ -100,21 +100,29 @@ def test_train_export_generate_evaluate(cli, tmp_path):
         out = json.loads(good(cli('export', draft, '--out', str(tmp_path/fmt), '--format', fmt, '--model', 'tiny', '--dtype', 'bfloat16', '--json')))['folder']
         c = json.loads(open(out+'/config.json').read())
         assert c.get('eagle_config', c)['eagle_aux_hidden_state_layer_ids'] == ids
-    r = json.loads(good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '4', '--most', '3', '--length', '2', '--max-new-tokens', '8', '--json', '--out', str(tmp_path/'e.json'))))
+    code,_,err = cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '8')
+    assert code == 2 and 'trained on all 8' in err[0], err
+    r = json.loads(good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '20', '--seed', '5', '--most', '3', '--length', '2', '--max-new-tokens', '8', '--json', '--out', str(tmp_path/'e.json'))))
     assert r['prompts'] == 3 and not r['divergences'] and json.loads((tmp_path/'e.json').read_text())['rows'] == r['rows']
     more = json.loads(good(cli('train', *options[:-1], str(tmp_path/'e'), '--answers', str(tmp_path/'d'/'answers'), '--init', draft, '--json')))
     assert more['answers_hash'] == d['answers_hash'] and more['init'].startswith('draft ') and not (tmp_path/'e'/'answers').exists()
     assert 'accepted length' in good(cli('evaluate', '--draft', draft, '--model', 'tiny', '-n', '2', '--raw', '--length', '2', '--max-new-tokens', '8'))
 
-def test_a_known_share_is_refused(cli, tmp_path):
-    "Held out from one sample is not held out from another."
-    train,evaluate = ('train', '--model', 'tiny', '--layers', '2', '--epochs', '1', '--max-new-tokens', '6', '--store', 'online', '--out', str(tmp_path), '--json'),('evaluate', '--model', 'tiny', '--max-new-tokens', '4', '--length', '2')
-    share = '-n', '12', '--hold-out', '0.5'
-    draft = '--draft', json.loads(good(cli(*train, *share, '--seed', '1')))['folder']
-    good(cli(*evaluate, *share, '--seed', '1', '--most', '2', *draft))
-    for other in (*share, '--seed', '2'), ('-n', '18', '--hold-out', '0.5', '--seed', '1'):
-        code,_,err = cli(*evaluate, *other, *draft)
-        assert code == 2 and 'hold_out=0.5' in err[0], err
+def test_what_was_trained_on_is_not_measured_on(cli, tmp_path):
+    "Whatever the sample and the share: prompts of the training, of `also` and of `init`."
+    train,evaluate = ('train', '--model', 'tiny', '--layers', '2', '--epochs', '1', '--max-new-tokens', '6', '--store', 'online', '--json'),('evaluate', '--model', 'tiny', '--max-new-tokens', '4', '--length', '2', '--json', '--hold-out', '.5')
+    same = '-n', '12', '--seed', '1'
+    folder = lambda name, *more: json.loads(good(cli(*train, '--out', str(tmp_path/name), *more)))['folder']
+    def left(draft, *more):
+        code,out,err = cli(*evaluate, '--draft', draft, *more)
+        return json.loads(out)['prompts'] if code == 0 else err[-1]
+    half,every = folder('half', *same, '--hold-out', '.5'),folder('every', '-n', '60')
+    both = folder('both', *same, '--hold-out', '.5', '--also', str(tmp_path/'every'/'answers'))
+    assert left(half, *same) == left(both, *same) == 6 # held out, also of what `also` holds
+    assert 'trained on all 6' in left(every, *same)
+    assert left(half, '-n', '12', '--seed', '2') < 6 # another sample: some of its half are known
+    code,_,err = cli(*train, *same, '--out', str(tmp_path/'more'), '--hold-out', '.5', '--init', every)
+    assert code == 2 and 'has learnt 6 of the 6' in err[-1], err
 
 @pytest.mark.parametrize('command', [(), ('models',), ('fetch',), ('analyze',), ('select',), ('train',), ('export',), ('evaluate',), ('generate',), ('run',)], ids=lambda c: ' '.join(c) or 'sdsel')
 def test_help(cli, command):

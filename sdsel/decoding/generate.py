@@ -49,7 +49,8 @@ def check_method(method, draft, length, width):
     if isinstance(length, str) and length != 'auto': raise ValueError(f"length={length!r} must be a whole number or 'auto'")
     if length == 'auto' and (isinstance(width, tuple) or isinstance(width, int) and width > 1): raise ValueError("length='auto' is for chains: give a tree (width > 1) a number")
     if length != 'auto': policy(length)
-    if isinstance(draft, str) and draft.startswith('first:') and not draft[6:].isdigit(): raise ValueError(f"draft={draft!r}: write 'first:N' with a whole number of layers, e.g. 'first:4'")
+    if method == 'ar' and width != 1: raise ValueError(f"width={width!r} is of no use with method='ar', which guesses nothing")
+    if isinstance(draft, str) and draft.startswith('first:') and not draft[6:].isdecimal(): raise ValueError(f"draft={draft!r}: write 'first:N' with a whole number of layers, e.g. 'first:4'")
 
 def is_eagle3(draft) -> bool:
     "Is it an EAGLE-3 draft, or the folder of one?"
@@ -74,6 +75,7 @@ def drafter_for(
         return Eagle3(draft if hasattr(draft, 'fuse') else load_draft(draft, target), **kw)
     if isinstance(draft, str) and draft.startswith('first:'):
         return FirstLayers(target, int(draft[6:]), **kw)
+    if is_eagle3(draft): raise ValueError(f"draft={str(draft)!r:.80} is an EAGLE-3 draft: use method='eagle3'")
     model = draft if isinstance(draft, Target) else load_target(draft, device=target.device, dtype=target.dtype, **load)
     check_pair(target, model)
     return DraftModel(model, **kw)

@@ -25,6 +25,7 @@ class Lookup(Drafter):
         check_whole(width=width)
         self.length = policy(length)
         self.sizes,self.width = range(ngram, shortest-1, -1),width
+        self.most = width*getattr(self.length, 'length', 16) if width > 1 else 0
 
     def start(self, reader, sampling, generator): self.index,self.done = {},0
 

@@ -28,6 +28,7 @@ class Drafter:
     "Guesses how a text goes on. The base class guesses nothing: plain decoding."
     name = 'none'
     calls = seconds = 0 # of model passes
+    most = 0 # nodes it may look at or show in a round
 
     def start(self, reader, sampling, generator):
         "A new text begins; `reader` is the target's. ValueError when drafter and target do not fit."
@@ -179,7 +180,7 @@ def decode(
     probe(target)
     generator = torch.Generator().manual_seed(seed)
     need = len(ids)+max_new_tokens
-    reader = Reader(target, -(-(need+64)//256)*256, static) # few different sizes, for those who compile; 64 for guesses
+    reader = Reader(target, -(-(need+max(64, drafter.most))//256)*256, static) # few different sizes, for those who compile; the rest is for guesses
     reader.need = need
     drafter.start(reader, sampling, generator)
     start = time.perf_counter()

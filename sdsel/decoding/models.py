@@ -6,6 +6,7 @@
 from __future__ import annotations
 import copy
 from dataclasses import replace
+import numpy as np
 import torch
 from ..assets import check_whole
 from .acceptance import draw
@@ -114,6 +115,7 @@ class DraftModel(Drafter):
     ):
         self.model,self.width = model,width
         self.length,self.nodes = check_shape(length, width, nodes)
+        self.most = int(np.cumprod(width).sum()) if isinstance(width, tuple) else max(self.nodes, width*self.length.length) if self.nodes else 0
 
     calls = property(lambda self: self.reader.calls)
     seconds = property(lambda self: self.reader.seconds)

@@ -19,8 +19,9 @@ from ..decoding.kernels import fast_linears
 from ..decoding.loop import eos_of
 
 # %% auto #0
-__all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'check_owner',
-           'answer_prompts', 'load_answers', 'pick_answers', 'join_answers', 'count_tokens', 'draft_vocabulary']
+__all__ = ['answer_batch', 'Answer', 'Answers', 'check_about', 'my_shards', 'await_shards', 'template_hash', 'is_of',
+           'check_owner', 'answer_prompts', 'load_answers', 'pick_answers', 'prompt_key', 'leave_out', 'join_answers',
+           'count_tokens', 'draft_vocabulary']
 
 # %% ../../nbs/draft/30_answers.ipynb #272c512f
 @torch.no_grad()
@@ -109,12 +110,17 @@ def template_hash(tokenizer) -> str:
     "Identifies the chat template."
     return hashlib.sha256(str(getattr(tokenizer, 'chat_template', None)).encode()).hexdigest()[:16]
 
+def is_of(name, revision, target) -> bool:
+    "Was something of this name and revision made with the target? By name where a revision is unknown."
+    own = target.provenance.get('revision')
+    return revision == own if revision and own else name == target.name
+
 def check_owner(
     answers, # Answers
     target   # Target
 ):
     "ValueError for answers of another model, or made with another chat template."
-    if answers.about['revision'] != target.provenance.get('revision'): raise ValueError(f"the answers are those of {answers.about['target']} ({str(answers.about['revision'])[:12]}), not of {target.name}: answer again with this model")
+    if not is_of(answers.about['target'], answers.about['revision'], target): raise ValueError(f"the answers are those of {answers.about['target']} ({str(answers.about['revision'])[:12]}), not of {target.name}: answer again with this model")
     if answers.about['template'] not in (None, template_hash(target.tokenizer)): raise ValueError("the answers were made with another chat template than the target's: answer again")
 
 # %% ../../nbs/draft/30_answers.ipynb #ccd0df45
@@ -191,6 +197,21 @@ def pick_answers(
     rows = tuple(a for a in said if (a.id, *a.prompt) in wanted)
     if lacking := len(wanted-{(a.id, *a.prompt) for a in rows}): raise ValueError(f"{path} holds no answer to {lacking} of the {len(wanted)} prompts of {prompts.name}: answer them with answer_prompts")
     return Answers(rows, dict(said.about, prompts_hash=prompts.hash, count=len(rows)))
+
+# %% ../../nbs/draft/30_answers.ipynb #0788e3a6
+def prompt_key(
+    ids # token ids of a rendered prompt
+) -> str:
+    "Identifies a prompt."
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:12]
+
+def leave_out(
+    answers, # Answers
+    keys     # of `prompt_key`
+) -> Answers:
+    "The answers to other prompts than these."
+    rows = tuple(a for a in answers if prompt_key(a.prompt) not in keys)
+    return answers if len(rows) == len(answers) else Answers(rows, dict(answers.about, count=len(rows), prompts_hash=f"{answers.about['prompts_hash']} without {len(answers)-len(rows)}"))
 
 # %% ../../nbs/draft/30_answers.ipynb #ff860c1b
 def join_answers(

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json, re
 from pathlib import Path
 import torch
-from ..assets import atomic, check_whole
+from ..assets import atomic, check_whole, read_rows, write_rows
 from .eagle3 import FLAGS, Eagle3Config, Eagle3Draft
 from ..layers import engine_ids
 from ..targets import dtype_of
 
 # %% auto #0
-__all__ = ['save_draft', 'load_draft', 'attach', 'export_draft']
+__all__ = ['LEARNT', 'save_draft', 'load_draft', 'attach', 'export_draft']
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #37ebcea5
 def _verifier(name):
@@ -22,19 +22,25 @@ def _verifier(name):
     known = manifest().models.get(name)
     return known.hub if known else name
 
+def _rope(e):
+    "Rotary parameters under their older names as well."
+    r = dict(e.llama['rope_parameters'])
+    theta = r.pop('rope_theta')
+    return dict(rope_theta=theta, **({} if r['rope_type'] == 'default' else dict(rope_scaling=r)))
+
 def _speculators(e, length):
     "config.json as speculators 0.9 and vLLM read it."
     return dict(architectures=['Eagle3DraftModel'], speculators_model_type='eagle3', speculators_version='0.9.0', draft_vocab_size=e.draft_vocab_size,
                 eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'speculators')), target_hidden_size=e.target_hidden_size, **{f: getattr(e, f) for f in FLAGS}, tie_word_embeddings=False,
                 speculators_config=dict(algorithm='eagle3', default_proposal_method='greedy', proposal_methods=[dict(proposal_type='greedy', speculative_tokens=length)],
                                         verifier=dict(name_or_path=_verifier(e.target), architectures=[e.architecture])),
-                transformer_layer_config=dict(model_type='llama', **e.llama, rope_theta=e.llama['rope_parameters']['rope_theta'], num_aux_hidden_states=len(e.layers)))
+                transformer_layer_config=dict(model_type='llama', **e.llama, **_rope(e), num_aux_hidden_states=len(e.layers)))
 
 def _eagle(e, length):
     "config.json as EAGLE and SGLang read it; vLLM finds its own ids at the top level."
     native = engine_ids(e.layers, e.target_layers, 'sglang')
     if on := [f for f in FLAGS if getattr(e, f)]: raise ValueError(f"{on[0]}=True: EAGLE and SGLang don't know that norm and would ignore it: export as 'speculators'")
-    return dict(architectures=['LlamaForCausalLMEagle3'], model_type='llama', **e.llama, rope_theta=e.llama['rope_parameters']['rope_theta'], draft_vocab_size=e.draft_vocab_size, target_hidden_size=e.target_hidden_size,
+    return dict(architectures=['LlamaForCausalLMEagle3'], model_type='llama', **e.llama, **_rope(e), draft_vocab_size=e.draft_vocab_size, target_hidden_size=e.target_hidden_size,
                 num_aux_hidden_states=len(e.layers), eagle_aux_hidden_state_layer_ids=list(engine_ids(e.layers, e.target_layers, 'vllm')),
                 eagle_config=dict(eagle_aux_hidden_state_layer_ids=list(native), use_aux_hidden_state=True))
 
@@ -47,6 +53,8 @@ def _float(dtype):
     return d
 
 def _shape(e): return f"layers {' '.join(map(str, e.layers))}, norms {' '.join(f for f in FLAGS if getattr(e, f)) or 'plain'}" # written beside the weights too: a kill between two files leaves an odd pair
+
+LEARNT = 'learnt.jsonl.gz' # keys of the prompts that a draft was trained on
 
 def save_draft(
     draft,           # Eagle3Draft
@@ -71,8 +79,12 @@ def save_draft(
     if e.draft_vocab_size == e.llama['vocab_size']: del tensors['d2t'],tensors['t2d']
     name = lambda n: n.replace('layers.0.', 'midlayer.') if format == 'eagle' else n
     tensors = {name(n): (t.to(dtype) if dtype and t.is_floating_point() else t).cpu().contiguous() for n,t in tensors.items()}
+    for n,t in tensors.items():
+        if t.is_floating_point() and not torch.isfinite(t).all(): raise ValueError(f"dtype={str(t.dtype)[6:]!r}: {n} would hold NaN or infinite values; take 'bfloat16' or 'float32', or train again if the draft diverged")
     with atomic(path/'model.safetensors') as tmp: save_file(tensors, tmp, {'format': 'pt', 'sdsel': _shape(e)})
     with atomic(path/'config.json') as tmp: tmp.write_text(json.dumps(config, indent=1)+'\n')
+    if draft.learnt: write_rows(path/LEARNT, sorted(draft.learnt))
+    else: (path/LEARNT).unlink(missing_ok=True)
     return path
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #c748aaef
@@ -144,6 +156,7 @@ def load_draft(
     draft = draft.to(dtype or tensors['fc.weight'].dtype)
     draft.load_state_dict(tensors, strict=False)
     draft.embedded = 'embed_tokens.weight' in tensors
+    if (path/LEARNT).exists(): draft.learnt = frozenset(read_rows(path/LEARNT))
     return attach(draft, target) if target else draft
 
 # %% ../../nbs/draft/35_checkpoints.ipynb #aafb9e51
@@ -151,7 +164,7 @@ def attach(
     draft, # Eagle3Draft
     target # Target
 ) -> Eagle3Draft:
-    "The draft with the target's embedding, on its device; ValueError when they don't belong together."
+    "The draft with the target's embedding unless it has trained its own, on the target's device; ValueError when they don't belong together."
     from dataclasses import replace
     e,c = draft.eagle,target.config
     if e.width != c.hidden_size: raise ValueError(f"draft: it reads states of width {e.width}, {target.name} has {c.hidden_size}: it was made for {e.target or 'another target'}")
@@ -161,8 +174,9 @@ def attach(
     draft.eagle = replace(e, target_layers=target.num_layers, target=e.target or target.name, architecture=e.architecture or type(target.model).__name__)
     embedded,draft.embedded = getattr(draft, 'embedded', True),True
     draft.to(target.device)
-    own = target.model.get_input_embeddings().weight
-    if own.shape == draft.embed_tokens.weight.shape: draft.embed_tokens.weight = torch.nn.Parameter(own.to(draft.dtype), requires_grad=False) # shared where the type is the same
+    own,mine = target.model.get_input_embeddings().weight,draft.embed_tokens.weight
+    if own.shape == mine.shape:
+        if own.data_ptr() != mine.data_ptr() and (not embedded or torch.equal(own.bfloat16(), mine.bfloat16())): draft.embed_tokens.weight = torch.nn.Parameter(own.to(draft.dtype), requires_grad=False) # shared where the type is the same
     elif not embedded: raise ValueError(f"draft: it needs an embedding of shape {tuple(draft.embed_tokens.weight.shape)}, which neither its files nor {target.name} hold")
     return draft
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from ..assets import check_whole
 from ..layers import check_layers, describe
@@ -86,6 +87,8 @@ def config_for(
     flags = {k: changes.pop(k) for k in FLAGS if k in changes}
     if strange := [k for k in changes if k not in llama or k in ('vocab_size', 'hidden_size')]: raise ValueError(f"{strange[0]}={changes[strange[0]]!r} is no option of a draft: choose from num_hidden_layers, {', '.join([*llama][2:-1])}, {', '.join(FLAGS)}")
     llama |= changes
+    check_whole(**{k: llama[k] for k in ('intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'max_position_embeddings')})
+    if llama['hidden_act'] not in ACT2FN: raise ValueError(f"hidden_act={llama['hidden_act']!r} is unknown to transformers: choose e.g. 'silu'")
     if llama['num_attention_heads'] % llama['num_key_value_heads']: raise ValueError(f"num_key_value_heads={llama['num_key_value_heads']} must divide num_attention_heads={llama['num_attention_heads']}")
     return Eagle3Config(layers, draft_vocab_size, llama, target.num_layers, target.name, type(target.model).__name__, target.provenance.get('revision'), **flags)
 
@@ -173,6 +176,7 @@ class Eagle3Draft(nn.Module):
         H,V,eps = c.hidden_size,c.vocab_size,c.rms_norm_eps
         ids = _checked(range(config.draft_vocab_size) if vocabulary is None else vocabulary, config.draft_vocab_size, V)
         self.eagle,self.config = config,c
+        self.learnt = frozenset() # keys of the prompts it was trained on, as far as they are known
         self.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
         self.fc = nn.Linear(k*config.width, H, bias=False)
         if config.norm_before_fc: self.input_norm = LlamaRMSNorm(k*config.width, eps)
@@ -350,6 +354,6 @@ def make_draft(
     if init == 'block' and draft.eagle.width == draft.config.hidden_size:
         draft.fc.weight.mul_(.1)[:,-draft.eagle.width:] += torch.eye(draft.eagle.width, device=draft.device)
         _copy_block(draft, target.blocks[-1])
-    if trained is not None: _take_over(draft, trained)
+    if trained is not None: _take_over(draft, trained); draft.learnt = trained.learnt
     draft.eagle = replace(draft.eagle, about=dict(init=init if trained is None else f'draft {weights_hash(trained)}'))
     return draft

@@ -4,7 +4,7 @@
 
 # %% ../../nbs/draft/33_features.ipynb #3a58d650
 from __future__ import annotations
-import hashlib, json
+import hashlib, json, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -46,6 +46,8 @@ def _sequences(target, answers, max_length):
     check_owner(answers, target)
     rows = [([*a.prompt, *a.tokens][:max_length], len(a.prompt)) for a in answers if len(a.prompt) < max_length and len(a.tokens) > 1]
     if not rows: raise ValueError(f"no answer is left: all {len(answers)} are shorter than two tokens, or their prompts longer than max_length={max_length}; the loss mask would be all zero")
+    gone,cut = len(answers)-len(rows),sum(len(a.prompt) < max_length < len(a.prompt)+len(a.tokens) for a in answers)
+    if gone or cut: warnings.warn(f"of {len(answers)} answers {gone} are left out (shorter than two tokens, or their prompts not shorter than max_length={max_length}) and {cut} cut to max_length")
     if (top := max(max(ids) for ids,_ in rows)) >= target.vocab_size: raise ValueError(f"tokenizer mismatch: the answers hold token {top}, {target.name} embeds only {target.vocab_size}")
     return zip(*rows)
 
@@ -75,6 +77,7 @@ class Online:
         self.hash = _hash(answers.hash, max_length, str(self.dtype)[6:])
 
     def __len__(self): return len(self.sequences)
+    owner = property(lambda self: (self.target.name, self.target.provenance.get('revision')))
     lengths = property(lambda self: np.array([len(s) for s in self.sequences]))
     rows = property(lambda self: np.array([len(s)-p for s,p in zip(self.sequences, self.prompts)])) # target rows that count
 
@@ -144,8 +147,9 @@ class Features:
         from safetensors import SafetensorError, safe_open
         path = self.path = Path(path)
         if not (path/'about.json').exists(): raise FileNotFoundError(f"no features in {path}: make them with store_features")
-        self.about = json.loads((path/'about.json').read_text())
-        if self.about['convention'] != CONVENTION: raise ValueError(f"{path} was stored under another layer convention ({self.about['convention']}): store again")
+        try: self.about = json.loads((path/'about.json').read_text())
+        except ValueError as e: raise ValueError(f"{path/'about.json'} is damaged ({e}): delete the folder and store features again") from e
+        if self.about.get('convention') != CONVENTION: raise ValueError(f"{path} holds no states under sdsel's layer convention (convention={self.about.get('convention')!r}): store features there again")
         self.layers = check_layers(self.about['layers'] if layers is None else layers, self.about['num_layers'])
         if lacking := [h for h in self.layers if h not in self.about['layers']]: raise ValueError(f"layers={self.layers}: {path} holds no h={lacking[0]}, only {self.about['layers']}")
         self.files,self.where,self.lengths,self.rows,self.sequences,self.prompts = [],[],[],[],[],[]
@@ -161,6 +165,7 @@ class Features:
         self.rows,self.hash = self.lengths-np.array(self.prompts),_hash(*(self.about[k] for k in ('answers_hash', 'max_length', 'dtype')))
 
     def __len__(self): return len(self.sequences)
+    owner = property(lambda self: (self.about['target'], self.about['revision'])) # whose states
     def __repr__(self): return f"Features({self.about['target']}: {len(self)} sequences, {self.lengths.sum()} tokens, {self.rows.sum()} rows with a loss, boundaries {', '.join(map(str, self.layers))}, {self.about['dtype']})"
 
     def batch(self, indices) -> Batch:
@@ -182,7 +187,7 @@ class Part:
     ):
         if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
         at = self.at = np.random.default_rng(seed).permutation(len(source))[:max(1, round(share*len(source)))]
-        self.source,self.layers,self.hash = source,source.layers,source.hash
+        self.source,self.layers,self.hash,self.owner = source,source.layers,source.hash,source.owner
         self.lengths,self.rows,self.prompts = source.lengths[at],source.rows[at],[source.prompts[i] for i in at]
 
     def __len__(self): return len(self.at)

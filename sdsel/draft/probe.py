@@ -22,9 +22,9 @@ def probe_rows(
     b = source.batch(indices)
     at,u = b.mask.nonzero(as_tuple=True)
     keep = u > 0
-    x = b.aux[at[keep],u[keep]-1].float().unflatten(1, (len(source.layers), -1))
+    x = b.aux[at[keep],u[keep]-1].float().cpu().unflatten(1, (len(source.layers), -1))
     e = target.model.get_input_embeddings()(b.ids[at[keep],u[keep]].to(target.device)).float().cpu()
-    return x/x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12),e,b.final[keep].float()
+    return x/x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12),e,b.final[keep].float().cpu()
 
 # %% ../../nbs/draft/42_probe.ipynb #647ef152
 @dataclass
@@ -52,8 +52,10 @@ def linear_probe(
     check_whole(rows=rows, test_rows=test_rows, rank=rank, batch=batch)
     if (total := int(source.rows.sum())) < rows+test_rows: raise ValueError(f"rows={rows}, test_rows={test_rows}: the source has only {total} rows; give less, or more answers")
     order = np.random.default_rng(seed).permutation(len(source))
-    ends = np.searchsorted(np.cumsum(source.rows[order]), [test_rows, test_rows+rows])+1
-    test,fit = order[:ends[0]],order[ends[0]:ends[1]]
+    taken = np.cumsum(source.rows[order])
+    first = np.searchsorted(taken, test_rows)+1
+    if taken[-1]-taken[first-1] < rows: raise ValueError(f"rows={rows}, test_rows={test_rows}: the answers to judge by hold {taken[first-1]} rows, which leaves {taken[-1]-taken[first-1]} of {total}; give less, or more answers")
+    test,fit = order[:first],order[first:np.searchsorted(taken, taken[first-1]+rows)+1]
     say(f"probe: {source.rows[fit].sum()} rows of {len(fit)} answers, {len(source.layers)} boundaries")
     first = [torch.cat(t) for t in zip(*(probe_rows(source, target, fit[i:i+batch]) for i in range(0, _enough(source, fit, 4*rank), batch)))]
     parts = [*first[0].unbind(1), first[1]]

@@ -11,7 +11,7 @@ from ..assets import check_whole, read_rows, say, write_rows
 from ..decoding.acceptance import Sampling
 from ..decoding.kernels import fast_linears
 from .answers import answer_batch, await_shards, check_about, my_shards, template_hash
-from ..prompts import PromptSet, as_prompt
+from ..prompts import PromptSet, as_prompt, unanswered
 
 # %% auto #0
 __all__ = ['common_end', 'beginnings', 'write_questions']
@@ -26,13 +26,15 @@ def common_end(
     return ''.join(words[0][:n][::-1])
 
 # %% ../../nbs/draft/39_questions.ipynb #cae86fbe
+def _question(prompt): return unanswered(prompt).messages[-1]['content']
+
 def beginnings(
     examples,   # PromptSet
     n:int,
     seed:int=0
 ) -> list[tuple[str, str]]: # (example to read, first words)
     "What each new question starts from."
-    texts,rng = sorted({p.messages[-1]['content'] for p in examples}, key=lambda t: (len(t), t)),random.Random(seed)
+    texts,rng = sorted({t for t in map(_question, examples)}, key=lambda t: (len(t), t)),random.Random(seed)
     starts = [' '.join(rng.choice(texts).split()[:rng.randint(1, 6)]) for _ in range(n)]
     return [(rng.choice(texts[:max(1, len(texts)//2)]), s) for s in starts]
 
@@ -48,17 +50,19 @@ def write_questions(
 ) -> PromptSet:
     "Questions that the target writes itself; done shards are not made again. ValueError without a chat template, for a folder of other questions, or when none is left."
     from tqdm.auto import tqdm
-    check_whole(n=n)
+    check_whole(n=n, max_new_tokens=max_new_tokens, batch=batch)
+    sampling = Sampling(temperature)
+    if not len(examples): raise ValueError("examples is empty: there is nothing to imitate")
     if not getattr(target.tokenizer, 'chat_template', None): raise ValueError(f"{target.name} has no chat template: only a model that has read user turns can write one; set tokenizer.chat_template")
     check_about(out, dict(target=target.name, revision=target.provenance.get('revision'), template=template_hash(target.tokenizer), examples=examples.name, examples_hash=examples.hash, n=n, max_new_tokens=max_new_tokens, temperature=temperature, batch=batch, seed=seed), 'write')
-    pairs,end = beginnings(examples, n, seed),common_end([p.messages[-1]['content'] for p in examples])
+    pairs,end = beginnings(examples, n, seed),common_end([*map(_question, examples)])
     prompts = [target.tokenizer.apply_chat_template([dict(role='user', content=t) for t in pair], continue_final_message=True, return_dict=False) for pair in pairs]
     paths = [Path(out)/f'questions-{i:05}.jsonl.gz' for i in range(-(-n//batch))]
     if missing := my_shards(paths): say(f"{target.name}: {n} questions to write, up to {max_new_tokens} tokens each, {len(missing)} of {len(paths)} shards")
     with fast_linears(target):
         for i in tqdm(missing, desc='questions', unit='shard', disable=None):
             part = slice(i*batch, (i+1)*batch)
-            written = answer_batch(target, prompts[part], max_new_tokens, Sampling(temperature), torch.Generator().manual_seed(seed+i*batch))
+            written = answer_batch(target, prompts[part], max_new_tokens, sampling, torch.Generator().manual_seed(seed+i*batch))
             texts = [(start+target.tokenizer.decode(w, skip_special_tokens=True)).split('\n')[0] for (_,start),w in zip(pairs[part], written)]
             rows = [dict(id=f'own-{seed}-{i*batch+j}', kind='own', prompt=t[:t.rindex('?')+1]+end) for j,t in enumerate(texts) if '?' in t]
             write_rows(paths[i], rows)

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from dataclasses import asdict, replace
 from ..assets import check_whole
-from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, load_answers, pick_answers
+from ..decoding.generate import prompt_ids
+from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, leave_out, load_answers, pick_answers, prompt_key
 from .checkpoints import save_draft
 from .eagle3 import make_draft
 from .features import DTYPES, Online, Part, store_features
@@ -38,6 +39,7 @@ def train_eagle3(
     share:float=1.,         # of the answers to train on
     answers=None,           # folder of answers made before, to `prompts` and perhaps to others; default: made in `out`
     also=(),                # folders of answers to other prompts, to learn from as well
+    avoid=None,             # PromptSet that will be measured on: answers of `also` to it are left out, and `init` must not have learnt it
     **kw                # of `make_draft`: init (a trained draft to go on from), num_hidden_layers, intermediate_size, ...
 ):                      # Eagle3Draft
     "Train an EAGLE-3 draft on the target's own answers; repeats nothing that `out` already holds. ValueError for what does not fit, before anything heavy starts."
@@ -47,11 +49,13 @@ def train_eagle3(
     layers = default_layers(target.num_layers) if layers == 'default' else check_layers(layers, target.num_layers)
     if not hasattr(prompts, 'hash'): prompts = load_prompts(prompts)
     check_whole(draft_vocab_size=draft_vocab_size)
+    if 'seed' in kw: raise ValueError(f"seed={kw['seed']!r}: give it as config=TrainConfig(seed={kw['seed']!r})")
     if store not in ('all', 'online', *DTYPES): raise ValueError(f"store={store!r} is unknown: choose one of {', '.join(DTYPES)}, 'all' or 'online'")
     if not 0 < share <= 1: raise ValueError(f"share={share!r} must be above 0 and at most 1")
     engine_ids(layers, target.num_layers, 'speculators') # what could not be saved, or does not fit, fails now
-    make_draft(target, layers, [0], **kw)
-    out,also = Path(out),[load_answers(a) for a in ([also] if isinstance(also, (str, Path)) else also)]
+    keys = {prompt_key(prompt_ids(target, p, raw)) for p in avoid or ()}
+    if known := len(make_draft(target, layers, [0], **kw).learnt & keys): raise ValueError(f"init={kw['init']!r:.80} has learnt {known} of the {len(keys)} prompts of {avoid.name} that will be measured on: hold out others, or start from another draft")
+    out,also = Path(out),[leave_out(load_answers(a), keys) for a in ([also] if isinstance(also, (str, Path)) else also)]
     for a in also: check_owner(a, target)
     folder = draft_folder(out, layers, share)
     answers = join_answers([pick_answers(answers, target, prompts, max_new_tokens, raw, max_length) if answers else answer_prompts(target, prompts, out/'answers', max_new_tokens, batch, raw=raw, max_length=max_length), *also])
@@ -63,6 +67,7 @@ def train_eagle3(
     vocabulary = draft_vocabulary(counts, min(draft_vocab_size, int((counts > 0).sum())))
     if share < 1: source = Part(source, share, config.seed)
     draft = make_draft(target, layers, vocabulary, config.seed, **kw)
+    draft.learnt |= {prompt_key(a.prompt) for a in answers}
     trainer = train(draft, target, source, folder, config)
     draft.eagle = replace(draft.eagle, about=dict(draft.eagle.about, config=asdict(config), prompts=answers.about['prompts'], prompts_hash=prompts.hash, answers_hash=answers.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
     if trainer.accelerator.is_main_process: save_draft(draft, folder/'draft', length=config.steps)

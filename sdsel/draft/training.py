@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 from ..assets import atomic, check_whole, need_space, say
+from .answers import is_of
+from .checkpoints import attach
 from .eagle3 import FLAGS, unroll
 from .losses import HeadLoss
 from ..targets import rescale
@@ -203,7 +205,7 @@ def train_step(trainer, indices) -> dict:
     if t.average:
         with torch.no_grad():
             for n,p in t.draft.named_parameters():
-                if p.requires_grad: t.average[n].lerp_(p, 1-c.ema)
+                if p.requires_grad: t.average[n].lerp_(p, 1-min(c.ema, (1+t.step)/(10+t.step))) # a short run must not keep the weights of the start
     stats = a.reduce(stats).cpu()
     t.step += 1; t.tokens += int(t.source.rows[indices].sum())
     mean = stats[:,:2]/stats[:,2:].clamp(min=1)
@@ -256,6 +258,8 @@ def train(
     "Train, or go on training, until `config.epochs` are done. FloatingPointError for a loss that is not finite."
     from tqdm.auto import tqdm
     if tuple(source.layers) != tuple(draft.eagle.layers): raise ValueError(f"layers: the draft reads {draft.eagle.layers}, the features are of {source.layers}")
+    if not is_of(*source.owner, target): raise ValueError(f"source: its states are of {source.owner[0]} ({str(source.owner[1])[:12]}), not of {target.name} ({str(target.provenance.get('revision'))[:12]}): store them with this target")
+    attach(draft.float(), target)
     Path(out).mkdir(parents=True, exist_ok=True)
     t = Trainer(draft, target, source, config, out)
     main = t.accelerator.is_main_process
@@ -287,6 +291,7 @@ def simulated_hits(
 ) -> np.ndarray: # [sequences, 1+steps]: rows with `steps` own words of the target ahead; of these, rows where all guesses up to each step are right
     "Teacher-forced guesses, counted for each sequence."
     check_whole(steps=steps)
+    if not getattr(draft, 'embedded', True): raise ValueError("draft: its files hold no embedding; load it with its target: load_draft(path, target)")
     counts = np.zeros((len(source), 1+steps), np.int64)
     for part in batches(source.lengths, batch, 0, 0):
         b = source.batch(part).to(draft.device, draft.dtype)

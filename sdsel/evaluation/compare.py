@@ -10,20 +10,27 @@ import numpy as np
 import torch
 from ..assets import atomic
 from ..decoding.generate import check_method, drafter_for, generate, prompt_ids
+from ..decoding.loop import check_prompt, eos_of
+from ..draft.answers import prompt_key
+from ..prompts import PromptSet
 from .metrics import divergence, paired_ratio
 
 # %% auto #0
-__all__ = ['reference', 'compare', 'digest', 'evaluate']
+__all__ = ['reference', 'compare', 'digest', 'unseen', 'evaluate']
 
 # %% ../../nbs/evaluation/41_compare.ipynb #78dbf593
 def reference(target, ids, tokens, draft=None, length=None) -> list[int]:
-    "New tokens of transformers' greedy generate; with a draft (Target), of its assisted generation with a constant number of guesses."
+    "New tokens of transformers' greedy generate, the most probable token each time; with a draft (Target), of its assisted generation with a constant number of guesses."
+    from transformers import GenerationConfig
     kw = dict(max_new_tokens=tokens, do_sample=False, attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=target.device))
     if draft is not None:
         c = draft.model.generation_config
         c.num_assistant_tokens,c.num_assistant_tokens_schedule,c.assistant_confidence_threshold = length,'constant',0.
         kw.update(assistant_model=draft.model)
-    return target.model.generate(torch.tensor([ids], device=target.device), **kw)[0,len(ids):].tolist()
+    eos,own = list(eos_of(target)) or None,target.model.generation_config
+    target.model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=eos and eos[0]) # without penalties that the model's own may hold: the loop applies none
+    try: return target.model.generate(torch.tensor([ids], device=target.device), **kw)[0,len(ids):].tolist()
+    finally: target.model.generation_config = own
 
 def compare(
     sides,  # name -> function of ids that returns a Generation or a list of new tokens; the first one's text is the reference
@@ -58,6 +65,16 @@ def digest(
                 speedup={s: {b: paired_ratio(per(b), per(s)) for b in sides if b != s} for s in mine})
 
 # %% ../../nbs/evaluation/41_compare.ipynb #cae9f7f9
+def unseen(
+    prompts, # PromptSet
+    draft,   # anything: only a trained EAGLE-3 draft remembers
+    target,  # Target
+    raw:bool=False # no chat template
+) -> PromptSet:
+    "The prompts that a draft was not trained on, as far as its folder tells."
+    known = getattr(draft, 'learnt', ())
+    return PromptSet(prompts.name, tuple(p for p in prompts if not known or prompt_key(prompt_ids(target, p, raw)) not in known))
+
 def evaluate(
     target,           # Target
     prompts,          # PromptSet, at least two
@@ -68,22 +85,31 @@ def evaluate(
     max_new_tokens:int=128,
     lengths=(),       # more lengths to measure beside it, e.g. ('auto',)
     raw:bool=False,   # no chat template
+    seen:bool=False,  # also prompts that the draft was trained on; without it they are refused
     out=None          # a .json file, written after each prompt
 ) -> dict:            # `digest`, with rows, and what was compared
     "A draft against the same loop without one and against transformers' generate. Greedy, since texts are compared."
     from tqdm.auto import tqdm
     from sdsel.run import versions
     check_method(method, draft, length, width)
+    if method == 'easd': raise ValueError("method='easd' is not lossless: its texts differ from generate's, so that seconds can't be compared text by text")
     if len(prompts) < 2: raise ValueError(f"prompts: {len(prompts)} is too few for an interval; give at least 2")
     if out and Path(out).is_dir(): raise ValueError(f"out={str(out)!r} is a folder: give the name of a .json file")
     drafter = drafter_for(target, method, draft, length, width)
     model = getattr(drafter, 'model', None)
     if isinstance(draft, (str, Path)) and not str(draft).startswith('first:') and model is not None: draft = model # loaded once
+    known = len(prompts)-len(unseen(prompts, model, target, raw))
+    if known and not seen: raise ValueError(f"prompts: the draft was trained on {known} of {len(prompts)}, which says little about others: leave them out with `unseen`, or pass seen=True")
+    most = getattr(getattr(model, 'config', None), 'max_position_embeddings', None)
+    for p in prompts.prompts:
+        try: ids = check_prompt(target, prompt_ids(target, p, raw), max_new_tokens)
+        except ValueError as e: raise ValueError(f"prompt {p.id!r}: {e}") from None
+        if most and len(ids)+max_new_tokens > most: raise ValueError(f"prompt {p.id!r}: {len(ids)} tokens and max_new_tokens={max_new_tokens} are more than the {most} positions of the draft")
     sides = {'generate': lambda ids: reference(target, ids, max_new_tokens), 'sdsel ar': lambda ids: generate(target, ids, max_new_tokens=max_new_tokens)}
     for n in (length, *lengths): sides[f'sdsel {method} {n}'] = lambda ids, n=n: generate(target, ids, method=method, draft=draft, length=n, width=width, max_new_tokens=max_new_tokens)
     warm = prompt_ids(target, prompts.prompts[0], raw)
     for f in sides.values(): f(warm) # packs weights, measures costs
-    about = dict(target=target.name, revision=target.provenance.get('revision'), draft=model.name if model is not None else None, draft_about=getattr(model, 'provenance', None), method=method, length=length, width=width, max_new_tokens=max_new_tokens, raw=raw,
+    about = dict(target=target.name, revision=target.provenance.get('revision'), draft=model.name if model is not None else None, draft_about=getattr(model, 'provenance', None), method=method, length=length, width=width, max_new_tokens=max_new_tokens, raw=raw, seen=known,
                  prompts=prompts.name, prompts_hash=prompts.hash, versions=versions(), load_average=os.getloadavg())
     rows,result = [],{}
     for i,p in enumerate(tqdm(prompts.prompts, desc='evaluate', unit='prompt', disable=None)):
