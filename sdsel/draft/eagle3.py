@@ -175,8 +175,7 @@ class Eagle3Draft(nn.Module):
         c,k = config.decoder,len(config.layers)
         H,V,eps = c.hidden_size,c.vocab_size,c.rms_norm_eps
         ids = _checked(range(config.draft_vocab_size) if vocabulary is None else vocabulary, config.draft_vocab_size, V)
-        self.eagle,self.config = config,c
-        self.learnt = frozenset() # keys of the prompts it was trained on, as far as they are known
+        self.eagle,self.config,self.learnt = config,c,frozenset() # the last: keys of the prompts it was trained on, as far as they are known
         self.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
         self.fc = nn.Linear(k*config.width, H, bias=False)
         if config.norm_before_fc: self.input_norm = LlamaRMSNorm(k*config.width, eps)

@@ -39,6 +39,7 @@ class Probe:
     rows:int             # fitted
     def __repr__(self): return f"Probe({len(self.layers)} boundaries, rank {self.rank}: {self.rows} rows fitted, {len(self.y)} to judge by)"
 
+# %% ../../nbs/draft/42_probe.ipynb #91633997
 @torch.no_grad()
 def linear_probe(
     source,              # Features or Online with the boundaries of interest

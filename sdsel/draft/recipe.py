@@ -11,12 +11,12 @@ from ..decoding.generate import prompt_ids
 from .answers import answer_prompts, check_owner, count_tokens, draft_vocabulary, join_answers, leave_out, load_answers, pick_answers, prompt_key
 from .checkpoints import save_draft
 from .eagle3 import make_draft
-from .features import DTYPES, Online, Part, store_features
+from .features import DTYPES, Features, Online, Part, store_features
 from .training import TrainConfig, train
 from ..layers import check_layers, default_layers, engine_ids
 
 # %% auto #0
-__all__ = ['draft_folder', 'train_eagle3']
+__all__ = ['draft_folder', 'states_of', 'train_eagle3']
 
 # %% ../../nbs/draft/37_recipe.ipynb #98496500
 def draft_folder(out, layers, share=1.) -> Path:
@@ -24,6 +24,13 @@ def draft_folder(out, layers, share=1.) -> Path:
     return Path(out)/('-'.join(map(str, layers))+(f'-{share:g}' if share < 1 else ''))
 
 # %% ../../nbs/draft/37_recipe.ipynb #932ba558
+def states_of(target, answers, out, layers, store='bfloat16', max_length=2048):
+    "A source of batches; what `store` says is kept below `out`."
+    if store == 'online': return Online(target, answers, layers, max_length)
+    where = Path(out)/('features' if store == 'all' else f'features-{draft_folder(out, layers).name}')
+    return Features(store_features(target, answers, where, *((None, 'bfloat16') if store == 'all' else (layers, store)), max_length).path, layers)
+
+# %% ../../nbs/draft/37_recipe.ipynb #fb451b81
 def train_eagle3(
     target,             # Target, or a model's name
     prompts,            # PromptSet, or a name for `load_prompts`
@@ -57,18 +64,14 @@ def train_eagle3(
     if known := len(make_draft(target, layers, [0], **kw).learnt & keys): raise ValueError(f"init={kw['init']!r:.80} has learnt {known} of the {len(keys)} prompts of {avoid.name} that will be measured on: hold out others, or start from another draft")
     out,also = Path(out),[leave_out(load_answers(a), keys) for a in ([also] if isinstance(also, (str, Path)) else also)]
     for a in also: check_owner(a, target)
-    folder = draft_folder(out, layers, share)
     answers = join_answers([pick_answers(answers, target, prompts, max_new_tokens, raw, max_length) if answers else answer_prompts(target, prompts, out/'answers', max_new_tokens, batch, raw=raw, max_length=max_length), *also])
-    if store == 'online': source = Online(target, answers, layers, max_length)
-    else:
-        stored = store_features(target, answers, out/'features' if store == 'all' else out/f'features-{draft_folder(out, layers).name}', None if store == 'all' else layers, 'bfloat16' if store == 'all' else store, max_length)
-        source = type(stored)(stored.path, layers)
+    source = states_of(target, answers, out, layers, store, max_length)
     counts = count_tokens(answers, target.vocab_size)
     vocabulary = draft_vocabulary(counts, min(draft_vocab_size, int((counts > 0).sum())))
     if share < 1: source = Part(source, share, config.seed)
     draft = make_draft(target, layers, vocabulary, config.seed, **kw)
     draft.learnt |= {prompt_key(a.prompt) for a in answers}
-    trainer = train(draft, target, source, folder, config)
+    trainer = train(draft, target, source, folder := draft_folder(out, layers, share), config)
     draft.eagle = replace(draft.eagle, about=dict(draft.eagle.about, config=asdict(config), prompts=answers.about['prompts'], prompts_hash=prompts.hash, answers_hash=answers.hash, answers=len(source), answer_tokens=int(source.rows.sum()), steps=trainer.step, tokens_seen=trainer.tokens, seconds=round(trainer.seconds)))
     if trainer.accelerator.is_main_process: save_draft(draft, folder/'draft', length=config.steps)
     return draft.requires_grad_(False)

@@ -16,7 +16,7 @@ from ..prompts import PromptSet
 from .metrics import divergence, paired_ratio
 
 # %% auto #0
-__all__ = ['reference', 'compare', 'digest', 'unseen', 'evaluate']
+__all__ = ['reference', 'compare', 'digest', 'unseen', 'check_lengths', 'evaluate']
 
 # %% ../../nbs/evaluation/41_compare.ipynb #78dbf593
 def reference(target, ids, tokens, draft=None, length=None) -> list[int]:
@@ -75,6 +75,16 @@ def unseen(
     known = getattr(draft, 'learnt', ())
     return PromptSet(prompts.name, tuple(p for p in prompts if not known or prompt_key(prompt_ids(target, p, raw)) not in known))
 
+# %% ../../nbs/evaluation/41_compare.ipynb #b575b66a
+def check_lengths(prompts, target, draft, max_new_tokens, raw=False):
+    "ValueError names a prompt that is too long for the target, or for its draft (None: it has no model)."
+    most = getattr(getattr(draft, 'config', None), 'max_position_embeddings', None)
+    for p in prompts:
+        try: ids = check_prompt(target, prompt_ids(target, p, raw), max_new_tokens)
+        except ValueError as e: raise ValueError(f"prompt {p.id!r}: {e}") from None
+        if most and len(ids)+max_new_tokens > most: raise ValueError(f"prompt {p.id!r}: {len(ids)} tokens and max_new_tokens={max_new_tokens} are more than the {most} positions of the draft")
+
+# %% ../../nbs/evaluation/41_compare.ipynb #ef7a145a
 def evaluate(
     target,           # Target
     prompts,          # PromptSet, at least two
@@ -100,11 +110,7 @@ def evaluate(
     if isinstance(draft, (str, Path)) and not str(draft).startswith('first:') and model is not None: draft = model # loaded once
     known = len(prompts)-len(unseen(prompts, model, target, raw))
     if known and not seen: raise ValueError(f"prompts: the draft was trained on {known} of {len(prompts)}, which says little about others: leave them out with `unseen`, or pass seen=True")
-    most = getattr(getattr(model, 'config', None), 'max_position_embeddings', None)
-    for p in prompts.prompts:
-        try: ids = check_prompt(target, prompt_ids(target, p, raw), max_new_tokens)
-        except ValueError as e: raise ValueError(f"prompt {p.id!r}: {e}") from None
-        if most and len(ids)+max_new_tokens > most: raise ValueError(f"prompt {p.id!r}: {len(ids)} tokens and max_new_tokens={max_new_tokens} are more than the {most} positions of the draft")
+    check_lengths(prompts, target, model, max_new_tokens, raw)
     sides = {'generate': lambda ids: reference(target, ids, max_new_tokens), 'sdsel ar': lambda ids: generate(target, ids, max_new_tokens=max_new_tokens)}
     for n in (length, *lengths): sides[f'sdsel {method} {n}'] = lambda ids, n=n: generate(target, ids, method=method, draft=draft, length=n, width=width, max_new_tokens=max_new_tokens)
     warm = prompt_ids(target, prompts.prompts[0], raw)

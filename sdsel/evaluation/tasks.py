@@ -87,6 +87,7 @@ class Task:
         if not allow_code: raise PermissionError(f"{self.prompts.name}: scoring runs code that a model wrote, within limits but on this machine; pass allow_code=True to allow it")
         return run_code(_program(text, self.answers[i]))
 
+# %% ../../nbs/evaluation/44_tasks.ipynb #4e6746f0
 def load_task(
     name:str,    # of TASKS, or 'gym:NAME'
     n:int|None=None, # questions; default all, 500 of a generator
