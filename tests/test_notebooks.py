@@ -29,8 +29,8 @@ def test_has_outputs(p):
 
 @pytest.mark.parametrize('p', experiments, ids=lambda p: p.stem)
 def test_parameters(p):
-    assert [c.metadata.get('tags', []) for c in read(p).cells].count(['parameters']) == 1
-    assert {'model', 'out'} <= papermill.inspect_notebook(p).keys()
+    cell, = [c for c in read(p).cells if c.metadata.get('tags') == ['parameters']]
+    assert {'model', 'out'} <= papermill.inspect_notebook(p).keys() == set(re.findall(r'^(\w+) = ', cell.source, re.M)) # a comment with an equals sign hides its parameter
 
 def test_papermill(tmp_path):
     out = run_experiment('analyze', 'tiny', dict(rounds=3, draws=2, tokens=500), out=tmp_path)
