@@ -1,10 +1,10 @@
 "Greedy text of every drafter against transformers' generate, on real models: equal tokens, or a tie shown by its margin. See README.md."
 import argparse, json, sys
 from pathlib import Path
-import torch
 from sdsel import generate, load_prompts, load_target
 from sdsel.assets import atomic
 from sdsel.draft.checkpoints import load_draft
+from sdsel.evaluation.compare import reference
 from sdsel.evaluation.metrics import divergence
 from sdsel.run import versions
 
@@ -39,7 +39,7 @@ def main():
             want = None
             for side,kw in drafters(target, draft, eagle3).items():
                 g = generate(target, p, max_new_tokens=o.tokens, **kw)
-                if want is None: want = target.model.generate(torch.tensor([g.prompt]), attention_mask=torch.ones(1, len(g.prompt), dtype=torch.long), max_new_tokens=o.tokens, do_sample=False)[0,len(g.prompt):].tolist()
+                if want is None: want = reference(target, g.prompt, o.tokens)
                 row['tokens'][side] = row['tokens'].get(side, 0)+len(g.tokens)
                 row['accepted_length_with_bonus'].setdefault(side, []).append(g.accepted_length)
                 if d := divergence(target, g.prompt, want, g.tokens): row['divergences'].append(dict(prompt=p.id, side=side, **d))

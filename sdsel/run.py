@@ -35,9 +35,10 @@ def versions() -> dict:
 # %% ../nbs/51_run.ipynb #2ff4dd7d
 class Results:
     "Where an experiment keeps what it found; with an empty folder nothing is written."
-    def __init__(self, out): self.out = out
+    def __init__(self, out): self.out,self.tables = out,{}
     def table(self, name, df):
         "Keep a table, and return it; figures are drawn from these."
+        self.tables[name] = df
         if self.out: Path(self.out).mkdir(parents=True, exist_ok=True); df.round(6).to_csv(f'{self.out}/{name}.csv', index=False)
         return df
     def draw(self, name, ax):

@@ -16,7 +16,7 @@ from sdsel.draft.checkpoints import export_draft, load_draft, save_draft
 from sdsel.draft.eagle3 import Eagle3Draft, make_draft
 from sdsel.draft.features import Features, Online, store_features
 from sdsel.draft.losses import step_loss
-from sdsel.draft.training import TrainConfig, train
+from sdsel.draft.training import TrainConfig, simulated_hits, train
 from sdsel.targets import FAMILIES, tiny_target
 
 # the network
@@ -167,6 +167,26 @@ def lessons(tmp_path_factory):
 
 def curve(folder): return [(int(r['step']), float(r['kl'])) for r in csv.DictReader((folder/'train.csv').open())]
 
+def test_an_average_of_few_steps_is_not_the_start(lessons, tmp_path):
+    target,answers,vocabulary = lessons
+    draft = make_draft(target, [1, 3], vocabulary)
+    start,source = {n: p.clone() for n,p in draft.named_parameters()},Online(target, answers, [1, 3])
+    train(draft, target, source, tmp_path, TrainConfig(steps=2, epochs=10, batch=4, lr=3e-3, ema=.999))
+    kl = curve(tmp_path)
+    assert kl[-1][1] < kl[0][1]/2
+    moved = draft.fc.weight-start['fc.weight']
+    assert moved.norm() > .05*start['fc.weight'].norm()
+
+def test_states_of_another_target_are_refused(lessons, tmp_path):
+    target,answers,vocabulary = lessons
+    other = tiny_target('qwen3', seed=3)
+    with pytest.raises(ValueError, match='its states are of tiny-llama'): train(make_draft(other, [1, 3], vocabulary), other, Online(target, answers, [1, 3]), tmp_path)
+
+def test_a_draft_without_an_embedding_is_not_judged(lessons, tmp_path):
+    target,answers,vocabulary = lessons
+    bare = load_draft(save_draft(make_draft(target, [1, 3], vocabulary), tmp_path))
+    with pytest.raises(ValueError, match='hold no embedding'): simulated_hits(bare, Online(target, answers, [1, 3]), 2)
+
 def test_parts_of_a_batch_change_nothing(lessons, tmp_path):
     target,answers,vocabulary = lessons
     for n in 1, 3:
@@ -183,7 +203,7 @@ from sdsel.draft.answers import answer_prompts, count_tokens, draft_vocabulary
 from sdsel.draft.eagle3 import make_draft
 from sdsel.draft.features import store_features
 from sdsel.prompts import load_prompts
-from sdsel.draft.training import TrainConfig, train
+from sdsel.draft.training import TrainConfig, simulated_hits, train
 target = tiny_target(seed=3); target.head.weight.mul_(30)
 answers = answer_prompts(target, load_prompts(n=12, seed=1), sys.argv[1]+'-answers', 20, batch=4)
 source = store_features(target, answers, sys.argv[1]+'-states', [1, 3], 'float32', shard_tokens=300)

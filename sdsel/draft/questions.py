@@ -34,7 +34,7 @@ def beginnings(
     seed:int=0
 ) -> list[tuple[str, str]]: # (example to read, first words)
     "What each new question starts from."
-    texts,rng = sorted({t for t in map(_question, examples)}, key=lambda t: (len(t), t)),random.Random(seed)
+    texts,rng = sorted(set(map(_question, examples)), key=lambda t: (len(t), t)),random.Random(seed)
     starts = [' '.join(rng.choice(texts).split()[:rng.randint(1, 6)]) for _ in range(n)]
     return [(rng.choice(texts[:max(1, len(texts)//2)]), s) for s in starts]
 
