@@ -7,11 +7,12 @@ from __future__ import annotations
 import hashlib, json, random, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import parse_qsl
 from .assets import check_whole, data_dir, fetch_data, manifest, read_rows
 
 # %% auto #0
-__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'hold_out', 'unlike', 'unanswered', 'load_prompts', 'Encoded', 'render',
-           'encode', 'require_response', 'Preview', 'preview']
+__all__ = ['Prompt', 'PromptSet', 'as_prompt', 'fill', 'generated', 'hold_out', 'unlike', 'unanswered', 'load_prompts', 'Encoded',
+           'render', 'encode', 'require_response', 'Preview', 'preview']
 
 # %% ../nbs/03_prompts.ipynb #e6b19386
 @dataclass(frozen=True)
@@ -94,12 +95,23 @@ def _sources(name, split):
     else: raise FileNotFoundError(f"prompts {name!r}: no such file. Give a .jsonl file, a hub data set (org/name), 'builtin', 'gym:NAME', or one of {', '.join(sets)}")
 
 # %% ../nbs/03_prompts.ipynb #9604290c
-def _generated(name, n, seed):
-    "Prompts of a reasoning-gym generator."
+def generated(
+    name:str, # of a reasoning-gym generator, perhaps with settings: 'products?max_digits=1&max_terms=2'
+    n:int,    # how many
+    seed:int
+):            # reasoning-gym's data set: rows with 'question' and 'answer'
+    "Questions of a generator. ValueError for an unknown one, or settings that it does not take."
     try: import reasoning_gym
     except ImportError: raise ValueError(f"prompts 'gym:{name}' need reasoning-gym: pip install reasoning-gym") from None
-    try: rows = reasoning_gym.create_dataset(name, size=n, seed=seed)
-    except ValueError as e: raise ValueError(f"prompts 'gym:{name}': reasoning-gym has no such generator ({e})") from None
+    generator,_,settings = name.partition('?')
+    try:
+        settings = {k: json.loads(v) for k,v in parse_qsl(settings, keep_blank_values=True, strict_parsing=bool(settings))}
+        return reasoning_gym.create_dataset(generator, size=n, seed=seed, **settings)
+    except (ValueError, TypeError, AssertionError) as e: raise ValueError(f"prompts 'gym:{name}': reasoning-gym has no such generator, or it does not take these settings ({e})") from None
+
+# %% ../nbs/03_prompts.ipynb #e6a651c3
+def _of_generator(name, n, seed):
+    rows = generated(name, n, seed)
     template = getattr(rows, 'task_indices', None)
     return PromptSet(f'gym:{name}', tuple(as_prompt(dict(prompt=r['question']), f'{name}-{seed}-{i}', f'template-{template[i]}' if template else name) for i,r in zip(range(n), rows)))
 
@@ -150,7 +162,7 @@ def load_prompts(
     if n is not None: check_whole(n=n)
     name = str(name_or_path)
     several = name.split(',') if not Path(name).exists() else [name]
-    if several == [name] and name.startswith('gym:'): return _generated(name[4:], n or 500, seed)
+    if several == [name] and name.startswith('gym:'): return _of_generator(name[4:], n or 500, seed)
     prompts = [p for part in several for p in (load_prompts(part, seed=seed, split=split) if len(several) > 1 else [as_prompt(r, where, kind) for kind,where,r in _sources(name, split)])]
     if not prompts: raise ValueError(f"prompts {name!r} is empty: no rows")
     if n is not None:

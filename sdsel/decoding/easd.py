@@ -5,14 +5,15 @@
 # %% ../../nbs/decoding/43_easd.ipynb #c38cc1d4
 from __future__ import annotations
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 import torch
 from ..assets import check_whole
 from .acceptance import Verdict, draw
 from .loop import verify
 
 # %% auto #0
-__all__ = ['SURE', 'EASDConfig', 'entropies', 'Agreement', 'agreement', 'one_token_law', 'EASD', 'calibrate_easd']
+__all__ = ['SURE', 'NEVER', 'EASDConfig', 'entropies', 'Agreement', 'flags', 'agreement', 'one_token_law', 'EASD',
+           'calibrate_easd']
 
 # %% ../../nbs/decoding/43_easd.ipynb #9eb95434
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ class Agreement:
     overlap:torch.Tensor # share of the shortlists in common
     flagged:torch.Tensor # bool
 
+def flags(
+    draft_entropy, target_entropy, overlap, # [m] each
+    config:EASDConfig=EASDConfig()
+):  # [m] bool
+    "Which accepted guesses the rule drops."
+    on = torch.ones_like(target_entropy, dtype=torch.bool)
+    if (h := config.entropy_threshold) is not None: on = on&(target_entropy > h)&((draft_entropy > h) if config.draft_entropy else on)
+    if (o := config.overlap_threshold) is not None: on = on&(overlap > o if config.strict else overlap >= o)
+    return on
+
 def agreement(
     draft_logits,   # [m, Vd]
     target_logits,  # [m, V]
@@ -70,11 +81,8 @@ def agreement(
     hd,ht = (entropies(z, config) for z in (draft_logits, target_logits))
     d,t = (z.topk(n).indices for z in (draft_logits, target_logits))
     if vocabulary is not None: d = vocabulary[d]
-    common = (d[:,:,None] == t[:,None]).sum((1, 2))/n
-    on = torch.ones_like(ht, dtype=torch.bool)
-    if (h := config.entropy_threshold) is not None: on = on&(ht > h)&((hd > h) if config.draft_entropy else on)
-    if (o := config.overlap_threshold) is not None: on = on&(common > o if config.strict else common >= o)
-    return Agreement(hd, ht, common, on)
+    common = (d[:,:,None] == t[:,None]).sum((1, 2)).double()/n # so that 8 of 10 is not above .8
+    return Agreement(hd, ht, common, flags(hd, ht, common, config))
 
 # %% ../../nbs/decoding/43_easd.ipynb #6eb75fc8
 SURE = 1e-9 # where the target leaves no other token this much, the accepted one stays
@@ -129,16 +137,15 @@ class EASD:
         return verdict
 
 # %% ../../nbs/decoding/43_easd.ipynb #d4c898a2
+NEVER = EASDConfig(math.inf) # plain speculative decoding, watched
+
 def calibrate_easd(
-    run,            # function of a prompt and a rule that decodes, e.g. `lambda p, rule: generate(target, p, method='sd', draft=draft, rule=rule)`
-    prompts,        # held out from what will be measured
+    seen,                  # of an `EASD(NEVER)` that decoded prompts held out from what will be measured
     percentile:float=90.,
-    config:EASDConfig=EASDConfig() # for temperature, scope and scale of the entropies
+    config:EASDConfig=EASDConfig() # whether the draft's entropy counts
 ) -> float:
-    "The percentile of the smaller entropy over guesses that plain speculative decoding accepts. ValueError when there are none."
+    "The percentile of the smaller entropy over the guesses that plain speculative decoding accepts. ValueError when there are none."
     if not 0 < percentile < 100: raise ValueError(f"percentile={percentile!r} must be between 0 and 100")
-    rule = EASD(EASDConfig(**{**asdict(config), 'entropy_threshold': float('inf')}))
-    for p in prompts: run(p, rule)
-    low = [min(d, t) if config.draft_entropy else t for d,t,*_ in rule.seen]
-    if not low: raise ValueError(f"prompts: no guess was accepted on {len(prompts)} prompts, so there is no entropy to take a percentile of: use more prompts or a better draft")
+    low = [min(d, t) if config.draft_entropy else t for d,t,*_ in seen]
+    if not low: raise ValueError("seen is empty: no guess was accepted, so there is no entropy to take a percentile of; use more prompts or a better draft")
     return float(torch.tensor(low).quantile(percentile/100))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 # %% auto #0
-__all__ = ['summarise', 'acceptance_by_position', 'paired_ratio', 'mean_length', 'paired_lengths', 'rank_correlation',
-           'divergence', 'spec_bench']
+__all__ = ['summarise', 'acceptance_by_position', 'paired_ratio', 'mean_length', 'paired_lengths', 'paired_answers',
+           'rank_correlation', 'divergence', 'spec_bench']
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #653cae92
 def summarise(
@@ -75,6 +75,21 @@ def paired_lengths(
     s,p = times(S),times(P)
     a,b = (mean_length(np.einsum('ds,dp,spc->dc', s, p, x)) for x in (hits, base))
     return (float(mean_length(hits.sum((0, 1)))-mean_length(base.sum((0, 1)))), *map(float, np.quantile(a-b, [(1-level)/2, (1+level)/2])))
+
+# %% ../../nbs/evaluation/40_metrics.ipynb #4ab316f3
+def paired_answers(
+    right, # [n] bool, by question
+    base,  # [n] bool, same questions
+    draws:int=2000, level:float=.95, seed:int=0
+) -> dict: # accuracy of both, gain with its interval, questions gained and lost, and p of McNemar's exact test
+    "How much more often one is right, with a percentile bootstrap over questions. ValueError for different or too few questions."
+    from scipy.stats import binomtest
+    right,base = np.asarray(right, bool),np.asarray(base, bool)
+    if right.shape != base.shape or right.ndim != 1 or len(right) < 2: raise ValueError(f"right and base need the same questions, at least 2: got shapes {right.shape} and {base.shape}")
+    gained,lost = int((right&~base).sum()),int((base&~right).sum())
+    d = right.astype(float)-base
+    low,high = np.quantile(d[np.random.default_rng(seed).integers(0, len(d), (draws, len(d)))].mean(1), [(1-level)/2, (1+level)/2])
+    return dict(accuracy=right.mean(), base=base.mean(), gain=d.mean(), low=low, high=high, gained=gained, lost=lost, p=binomtest(gained, gained+lost).pvalue if gained+lost else 1.)
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #205f468e
 def rank_correlation(

@@ -4,12 +4,11 @@
 
 # %% ../../nbs/evaluation/44_tasks.ipynb #82c548af
 from __future__ import annotations
-import re, secrets, shutil, signal, subprocess, sys, tempfile
+import os, re, secrets, shutil, signal, subprocess, sys, tempfile
 from dataclasses import dataclass, replace
 from functools import cache
-import os
 from ..assets import check_whole, fetch_data, read_rows
-from ..prompts import Prompt, PromptSet, load_prompts
+from ..prompts import PromptSet, generated, load_prompts
 
 # %% auto #0
 __all__ = ['MATHS', 'TASKS', 'answer_in', 'is_right', 'run_code', 'Task', 'load_task']
@@ -19,15 +18,16 @@ def answer_in(
     text:str,
     letters:str='' # of a multiple choice; default: a number or formula
 ) -> list: # as math-verify parses it; empty if there is none
-    "The answer that a text gives."
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse
+    "The answer that a text gives. ValueError without math-verify."
+    try: from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse
+    except ImportError: raise ValueError("scoring answers needs math-verify: pip install 'math-verify[antlr4_13_2]'") from None
     return parse(text, [StringExtractionConfig(tuple(letters))] if letters else [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
 
 def is_right(text, answer, letters='') -> bool:
     "Does the text give this answer?"
-    from math_verify import verify
     found = answer_in(text, letters)
     if letters: return bool(found) and str(found[0]).upper() == answer
+    from math_verify import verify
     return bool(found) and verify(answer_in(f'${answer}$'), found)
 
 # %% ../../nbs/evaluation/44_tasks.ipynb #a8331111
@@ -69,6 +69,8 @@ def _program(text, row):
 MATHS = "\n\nSolve it step by step and end with 'The answer is' and the result."
 TASKS = dict(gsm8k=('number', lambda r: r['expected'], MATHS), mmath=('number', lambda r: r['answer'], MATHS), hellaswag=('ABCD', lambda r: 'ABCD'[r['expected_index']], ''), humaneval=('code', lambda r: r, ''))
 
+def _asked(prompts, more): return PromptSet(prompts.name, tuple(replace(p, messages=({**p.messages[0], 'content': p.messages[0]['content']+more},)) for p in prompts))
+
 @dataclass(frozen=True)
 class Task:
     "Questions and what is right."
@@ -90,20 +92,19 @@ class Task:
 # %% ../../nbs/evaluation/44_tasks.ipynb #4e6746f0
 def load_task(
     name:str,    # of TASKS, or 'gym:NAME'
-    n:int|None=None, # questions; default all, 500 of a generator
-    seed:int=0   # of the sample
+    n:int|None=None, # questions; default all, 500 of a generator, less those that it repeats
+    seed:int=0,  # of the sample
+    instruction:str|None=None # after the question; default: the task's own, none of a generator
 ) -> Task:
     "Questions by name. ValueError for an unknown one, or a generator whose answers are not numbers."
-    if not name.startswith('gym:') and name not in TASKS: raise ValueError(f"task={name!r} is unknown: choose one of {', '.join(TASKS)} or 'gym:NAME'")
     if name.startswith('gym:'):
         prompts = load_prompts(name, n, seed)
-        import reasoning_gym
-        rows = reasoning_gym.create_dataset(name[4:], size=len(prompts), seed=seed)
-        answers = tuple(str(r['answer']) for _,r in zip(prompts, rows))
+        answers = [str(r['answer']) for _,r in zip(prompts, generated(name[4:], len(prompts), seed))]
         if odd := [a for a in answers if not re.fullmatch(r'-?\d+(\.\d+)?', a)]: raise ValueError(f"task={name!r}: its answers are no numbers ({odd[0]!r:.40}): only those can be checked here")
-        return Task(prompts, answers, 'number')
+        first = sorted({p.messages[0]['content']: i for i,p in reversed(list(enumerate(prompts)))}.values())
+        return Task(_asked(PromptSet(prompts.name, tuple(prompts[i] for i in first)), instruction or ''), tuple(answers[i] for i in first), 'number')
+    if name not in TASKS: raise ValueError(f"task={name!r} is unknown: choose one of {', '.join(TASKS)} or 'gym:NAME'")
     kind,answer,more = TASKS[name]
     known = {f'{name}-{p.name.split(".")[0]}-{i}': r for p in fetch_data(name) for i,r in enumerate(read_rows(p), 1) if r.get('data_source', 'MATH500') == 'MATH500'}
     prompts = [p for p in load_prompts(name, None if name == 'mmath' else n, seed) if p.id in known]
-    prompts = PromptSet(name, tuple(Prompt(p.id, p.kind, ({**p.messages[0], 'content': p.messages[0]['content']+more},)) for p in prompts[:n]))
-    return Task(prompts, tuple(answer(known[p.id]) for p in prompts), kind)
+    return Task(_asked(PromptSet(name, tuple(prompts[:n])), more if instruction is None else instruction), tuple(answer(known[p.id]) for p in prompts[:n]), kind)
