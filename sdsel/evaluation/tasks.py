@@ -11,9 +11,11 @@ from ..assets import check_whole, fetch_data, read_rows
 from ..prompts import PromptSet, generated, load_prompts
 
 # %% auto #0
-__all__ = ['MATHS', 'TASKS', 'answer_in', 'is_right', 'run_code', 'Task', 'load_task']
+__all__ = ['WORDS', 'MATHS', 'TASKS', 'answer_in', 'is_right', 'run_code', 'Task', 'load_task']
 
 # %% ../../nbs/evaluation/44_tasks.ipynb #a102e5ec
+WORDS = {w: str(i) for i,ws in enumerate(('zero never', 'one once', 'two twice', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine', 'ten')) for w in ws.split()}
+
 def answer_in(
     text:str,
     letters:str='' # of a multiple choice; default: a number or formula
@@ -21,7 +23,13 @@ def answer_in(
     "The answer that a text gives. ValueError without math-verify."
     try: from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse
     except ImportError: raise ValueError("scoring answers needs math-verify: pip install 'math-verify[antlr4_13_2]'") from None
-    return parse(text, [StringExtractionConfig(tuple(letters))] if letters else [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
+    if letters:
+        recited = re.findall(rf'^\W*[{letters}](?:[.):].*)?$', text, re.M)
+        for line in recited if len(recited) > 1 else (): text = text.replace(line, '') # who recites the choices has not chosen
+        return parse(text, [StringExtractionConfig(tuple(letters))])
+    text = re.sub(r'[^\n]*=\s*\Z', '', text) # broken off before the result
+    found = lambda text: parse(text, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()])
+    return found(text) or found(re.sub(r'\b[a-z]+\b', lambda m: WORDS.get(m[0], m[0]), text.lower()))
 
 def is_right(text, answer, letters='') -> bool:
     "Does the text give this answer?"
