@@ -12,7 +12,7 @@ from .acceptance import Verdict, draw
 from .loop import verify
 
 # %% auto #0
-__all__ = ['SURE', 'NEVER', 'EASDConfig', 'entropies', 'Agreement', 'flags', 'agreement', 'one_token_law', 'EASD',
+__all__ = ['SURE', 'NEVER', 'EASDConfig', 'entropies', 'Agreement', 'uncertain_agreement', 'agreement', 'one_token_law', 'EASD',
            'calibrate_easd']
 
 # %% ../../nbs/decoding/43_easd.ipynb #9eb95434
@@ -59,7 +59,7 @@ class Agreement:
     overlap:torch.Tensor # share of the shortlists in common
     flagged:torch.Tensor # bool
 
-def flags(
+def uncertain_agreement(
     draft_entropy, target_entropy, overlap, # [m] each
     config:EASDConfig=EASDConfig()
 ):  # [m] bool
@@ -82,7 +82,7 @@ def agreement(
     d,t = (z.topk(n).indices for z in (draft_logits, target_logits))
     if vocabulary is not None: d = vocabulary[d]
     common = (d[:,:,None] == t[:,None]).sum((1, 2)).double()/n # so that 8 of 10 is not above .8
-    return Agreement(hd, ht, common, flags(hd, ht, common, config))
+    return Agreement(hd, ht, common, uncertain_agreement(hd, ht, common, config))
 
 # %% ../../nbs/decoding/43_easd.ipynb #6eb75fc8
 SURE = 1e-9 # where the target leaves no other token this much, the accepted one stays
