@@ -96,24 +96,21 @@ def _sources(name, split):
 
 # %% ../nbs/03_prompts.ipynb #9604290c
 def generated(
-    name:str, # of a reasoning-gym generator, perhaps with settings: 'products?max_digits=1&max_terms=2'
-    n:int,    # how many
-    seed:int
-):            # reasoning-gym's data set: rows with 'question' and 'answer'
+    name:str,        # of a reasoning-gym generator, perhaps with settings: 'products?max_digits=1&max_terms=2'
+    n:int|None=None, # how many; default 500
+    seed:int=0
+) -> tuple[PromptSet, list[str]]: # questions, and their answers
     "Questions of a generator. ValueError for an unknown one, or settings that it does not take."
     try: import reasoning_gym
     except ImportError: raise ValueError(f"prompts 'gym:{name}' need reasoning-gym: pip install reasoning-gym") from None
-    generator,_,settings = name.partition('?')
+    n,(generator,_,settings) = n or 500,name.partition('?')
     try:
         settings = {k: json.loads(v) for k,v in parse_qsl(settings, keep_blank_values=True, strict_parsing=bool(settings))}
-        return reasoning_gym.create_dataset(generator, size=n, seed=seed, **settings)
-    except (ValueError, TypeError, AssertionError) as e: raise ValueError(f"prompts 'gym:{name}': reasoning-gym has no such generator, or it does not take these settings ({e})") from None
-
-# %% ../nbs/03_prompts.ipynb #e6a651c3
-def _of_generator(name, n, seed):
-    rows = generated(name, n, seed)
+        rows = reasoning_gym.create_dataset(generator, size=n, seed=seed, **settings)
+    except (ValueError, TypeError, AssertionError) as e: raise ValueError(f"prompts 'gym:{name}': reasoning-gym has no such generator, or it does not take these settings ({e}): write 'gym:NAME?setting=number&...'") from None
     template = getattr(rows, 'task_indices', None)
-    return PromptSet(f'gym:{name}', tuple(as_prompt(dict(prompt=r['question']), f'{name}-{seed}-{i}', f'template-{template[i]}' if template else name) for i,r in zip(range(n), rows)))
+    rows = [rows[i] for i in range(n)]
+    return PromptSet(f'gym:{name}', tuple(as_prompt(dict(prompt=r['question']), f'{name}-{seed}-{i}', f'template-{template[i]}' if template else name) for i,r in enumerate(rows))),[str(r['answer']) for r in rows]
 
 # %% ../nbs/03_prompts.ipynb #571f77d1
 def hold_out(
@@ -162,7 +159,7 @@ def load_prompts(
     if n is not None: check_whole(n=n)
     name = str(name_or_path)
     several = name.split(',') if not Path(name).exists() else [name]
-    if several == [name] and name.startswith('gym:'): return _of_generator(name[4:], n or 500, seed)
+    if several == [name] and name.startswith('gym:'): return generated(name[4:], n, seed)[0]
     prompts = [p for part in several for p in (load_prompts(part, seed=seed, split=split) if len(several) > 1 else [as_prompt(r, where, kind) for kind,where,r in _sources(name, split)])]
     if not prompts: raise ValueError(f"prompts {name!r} is empty: no rows")
     if n is not None:

@@ -1,11 +1,11 @@
 "The scorer against transcripts of real models that were judged by reading them."
-import json
 from pathlib import Path
 import pytest
+from sdsel.assets import read_rows
 from sdsel.evaluation.tasks import is_right
 
 # Right: the text ends by giving, or announces, the right answer. A text that breaks off gives the last result that it states, if any; one that recites choices gives none.
-rows = [json.loads(l) for l in (Path(__file__).parent/'transcripts.jsonl').read_text(encoding='utf-8').splitlines()]
+rows = list(read_rows(Path(__file__).parent/'transcripts.jsonl'))
 
 def test_there_are_enough_of_both(): assert len(rows) >= 50 and 15 <= sum(r['right'] for r in rows) <= len(rows)-15
 

@@ -105,9 +105,9 @@ def load_task(
     instruction:str|None=None # after the question; default: the task's own, none of a generator
 ) -> Task:
     "Questions by name. ValueError for an unknown one, or a generator whose answers are not numbers."
+    if n is not None: check_whole(n=n)
     if name.startswith('gym:'):
-        prompts = load_prompts(name, n, seed)
-        answers = [str(r['answer']) for _,r in zip(prompts, generated(name[4:], len(prompts), seed))]
+        prompts,answers = generated(name[4:], n, seed)
         if odd := [a for a in answers if not re.fullmatch(r'-?\d+(\.\d+)?', a)]: raise ValueError(f"task={name!r}: its answers are no numbers ({odd[0]!r:.40}): only those can be checked here")
         first = sorted({p.messages[0]['content']: i for i,p in reversed(list(enumerate(prompts)))}.values())
         return Task(_asked(PromptSet(prompts.name, tuple(prompts[i] for i in first)), instruction or ''), tuple(answers[i] for i in first), 'number')
