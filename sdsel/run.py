@@ -64,7 +64,7 @@ def run_experiment(
 ) -> Path:                # folder with the executed notebook and its results
     "Run an experiment; ValueError for an unknown notebook or parameter, RuntimeError when a cell fails."
     root,params = repository(),dict(params or {})
-    import papermill
+    import nbformat, papermill
     from nbdev.clean import nbdev_clean
     source = root/'nbs'/'experiments'/f'{notebook}.ipynb'
     if not source.is_file():
@@ -81,6 +81,10 @@ def run_experiment(
     except papermill.PapermillExecutionError as e:
         shutil.rmtree(new)
         raise RuntimeError(f"{notebook} failed for {model}: {e.ename}: {e.evalue} (see {failed})") from e
+    nb = nbformat.read(failed, 4)
+    for c in nb.cells: # warnings name files of this machine
+        if c.cell_type == 'code': c.outputs = [o for o in c.outputs if o.get('name') != 'stderr']
+    nbformat.write(nb, failed)
     nbdev_clean.__wrapped__(str(failed))
     text = failed.read_text(encoding='utf-8').replace(where(new), where(folder)) # the record names the final place
     text = re.sub(r'"id": "[^"]+",(?=\s+"metadata": \{\s+"tags": \[\s+"injected)', '"id": "injected",', text) # random on each run

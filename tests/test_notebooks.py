@@ -50,6 +50,15 @@ def test_train_experiment(tmp_path):
     tokens = [float(x['answer_tokens']) for x in csv.DictReader((out/'curve.csv').open()) if x['test'] == 'new kinds']
     assert len(tokens) == 2 and tokens[0] < tokens[1]
 
+def test_warnings_are_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr('sdsel.run.repository', lambda: tmp_path)
+    (tmp_path/'nbs'/'experiments').mkdir(parents=True)
+    new = nbformat.v4.new_code_cell
+    nb = nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', language='python')), cells=[new("model = 'tiny'\nout = ''", metadata=dict(tags=['parameters'])), new("import warnings; warnings.warn('look'); print('said')")])
+    nbformat.write(nb, tmp_path/'nbs'/'experiments'/'loud.ipynb')
+    o, = outputs(read(run_experiment('loud', 'tiny', out=tmp_path/'figures')/'loud.ipynb'))
+    assert (o.name, o.text.strip()) == ('stdout', 'said')
+
 def test_failed_run_keeps_the_last_good_one(tmp_path):
     (tmp_path/'tiny').mkdir()
     good = [tmp_path/'tiny'/n for n in ('analyze.ipynb', 'layers.csv')]
