@@ -54,7 +54,7 @@ def test_warnings_are_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr('sdsel.run.repository', lambda: tmp_path)
     (tmp_path/'nbs'/'experiments').mkdir(parents=True)
     new = nbformat.v4.new_code_cell
-    nb = nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', language='python')), cells=[new("model = 'tiny'\nout = ''", metadata=dict(tags=['parameters'])), new("import warnings; warnings.warn('look'); print('said')")])
+    nb = nbformat.v4.new_notebook(metadata=dict(kernelspec=dict(name='python3', display_name='python3', language='python')), cells=[new("model = 'tiny'\nout = ''", metadata=dict(tags=['parameters'])), new("import warnings; warnings.warn('look'); print('said')")])
     nbformat.write(nb, tmp_path/'nbs'/'experiments'/'loud.ipynb')
     o, = outputs(read(run_experiment('loud', 'tiny', out=tmp_path/'figures')/'loud.ipynb'))
     assert (o.name, o.text.strip()) == ('stdout', 'said')
