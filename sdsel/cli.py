@@ -80,10 +80,10 @@ def select(model:Model='smollm2-135m', k:Annotated[int, typer.Option('-k', help=
            help_methods:Annotated[bool, typer.Option('--help-methods', help='list the methods and stop')]=False, as_json:Json=False):
     "Choose k layers and print their ids."
     from sdsel.analysis.selection import METHODS, select_layers
-    from sdsel.layers import ENGINES
+    from sdsel.layers import check_engine
     if help_methods: return print('\n'.join(f'{m:20} {r.about}' for m,r in METHODS.items()))
     if method not in METHODS: raise ValueError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-    if engine and engine not in ENGINES: raise ValueError(f"engine={engine!r} is unknown: choose one of {', '.join(ENGINES)}")
+    if engine: check_engine(engine, k)
     s = select_layers(_statistics(model, prompts, n, tokens, filter, seed, source, accept_licence, raw), k, method, seed=seed)
     flags = s.flags(engine) if engine else None
     if as_json: return print(json.dumps(dict(json.loads(s.to_json()), **({'flags': flags} if flags else {}))))

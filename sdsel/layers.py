@@ -9,7 +9,7 @@ from numbers import Integral
 
 # %% auto #0
 __all__ = ['ENGINES', 'check_depth', 'check_layers', 'candidates', 'default_layers', 'check_k', 'evenly_spaced', 'upper_third',
-           'describe', 'LayerSet', 'Engine', 'engine_ids', 'engine_flags']
+           'describe', 'LayerSet', 'Engine', 'check_engine', 'engine_ids', 'engine_flags']
 
 # %% ../nbs/00_layers.ipynb #c3bcca63
 def check_depth(
@@ -135,20 +135,27 @@ ENGINES = dict(
     automodel=Engine(1, '--aux-layer-ids {words}', min_k=3, max_k=3),
     modelopt=Engine(1, '"eagle_architecture_config": {{"eagle_aux_hidden_state_layer_ids": [{ids}]}}'))
 
+def check_engine(
+    engine:str, # a key of `ENGINES`
+    k:int       # how many layers
+) -> Engine:
+    "The engine; ValueError when it is unknown or does not run k layers."
+    if engine not in ENGINES: raise ValueError(f"engine={engine!r} is unknown: choose one of {', '.join(ENGINES)}")
+    e = ENGINES[engine]
+    if not e.min_k <= k <= (e.max_k or k): raise ValueError(f"k={k}: {engine} runs {f'exactly {e.min_k}' if e.max_k else f'at least {e.min_k}'} layers; choose k accordingly")
+    return e
+
 def engine_ids(
     layers,         # boundary indices
     num_layers:int, # number of decoder blocks, L
     engine:str      # a key of `ENGINES`
 ) -> tuple[int, ...]: # ids in the engine's own convention
     "The only conversion in sdsel; ValueError for an unknown engine or a set that the engine can't capture."
-    if engine not in ENGINES: raise ValueError(f"engine={engine!r} is unknown: choose one of {', '.join(ENGINES)}")
-    e,hs = ENGINES[engine],check_layers(layers, num_layers)
+    hs = check_layers(layers, num_layers)
+    e = check_engine(engine, len(hs))
     if hs[0] == 0: raise ValueError(f"layers={hs}: {engine} can't feed a draft from the embeddings (h=0); leave 0 out")
     if hs[-1] == num_layers and not e.last:
         raise ValueError(f"layers={hs}: {engine} can't capture h={num_layers}, the output of the last block; leave it out")
-    if not e.min_k <= len(hs) <= (e.max_k or len(hs)):
-        want = f'exactly {e.min_k}' if e.max_k else f'at least {e.min_k}'
-        raise ValueError(f"layers={hs}: {engine} runs {want} layers, not {len(hs)}; choose k accordingly")
     return tuple(h-e.shift for h in hs)
 
 def engine_flags(layers, num_layers, engine) -> str:
