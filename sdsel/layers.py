@@ -145,6 +145,7 @@ def check_engine(
     if not e.min_k <= k <= (e.max_k or k): raise ValueError(f"k={k}: {engine} runs {f'exactly {e.min_k}' if e.max_k else f'at least {e.min_k}'} layers; choose k accordingly")
     return e
 
+# %% ../nbs/00_layers.ipynb #b65db468
 def engine_ids(
     layers,         # boundary indices
     num_layers:int, # number of decoder blocks, L
