@@ -137,12 +137,13 @@ ENGINES = dict(
 
 def check_engine(
     engine:str, # a key of `ENGINES`
-    k:int       # how many layers
+    k:int,      # how many layers
+    given=None  # what the caller was given, for the message; default 'k=...'
 ) -> Engine:
     "The engine; ValueError when it is unknown or does not run k layers."
     if engine not in ENGINES: raise ValueError(f"engine={engine!r} is unknown: choose one of {', '.join(ENGINES)}")
     e = ENGINES[engine]
-    if not e.min_k <= k <= (e.max_k or k): raise ValueError(f"k={k}: {engine} runs {f'exactly {e.min_k}' if e.max_k else f'at least {e.min_k}'} layers; choose k accordingly")
+    if not e.min_k <= k <= (e.max_k or k): raise ValueError(f"{given or f'k={k}'}: {engine} runs {f'exactly {e.min_k}' if e.max_k else f'at least {e.min_k}'} layers, not {k}; choose k accordingly")
     return e
 
 # %% ../nbs/00_layers.ipynb #b65db468
@@ -153,7 +154,7 @@ def engine_ids(
 ) -> tuple[int, ...]: # ids in the engine's own convention
     "The only conversion in sdsel; ValueError for an unknown engine or a set that the engine can't capture."
     hs = check_layers(layers, num_layers)
-    e = check_engine(engine, len(hs))
+    e = check_engine(engine, len(hs), f'layers={hs}')
     if hs[0] == 0: raise ValueError(f"layers={hs}: {engine} can't feed a draft from the embeddings (h=0); leave 0 out")
     if hs[-1] == num_layers and not e.last:
         raise ValueError(f"layers={hs}: {engine} can't capture h={num_layers}, the output of the last block; leave it out")
