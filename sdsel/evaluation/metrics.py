@@ -39,6 +39,10 @@ def acceptance_by_position(
     return table.assign(conditional=table.accepted/table.tested, unconditional=table.accepted/max(sum(bool(r.drafted) for g in generations for r in g.rounds), 1))
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #cad248d3
+def _interval(values, level):
+    "Percentile interval."
+    return tuple(map(float, np.quantile(values, [(1-level)/2, (1+level)/2])))
+
 def paired_ratio(
     base,           # [n] seconds (or seconds per token) of the one, by prompt
     other,          # [n] of the other, same prompts
@@ -52,7 +56,7 @@ def paired_ratio(
     if not (np.isfinite(base).all() and np.isfinite(other).all() and (other > 0).all()): raise ValueError("base and other must be finite, and other positive")
     i = np.random.default_rng(seed).integers(0, len(base), (draws, len(base)))
     ratios = base[i].sum(1)/other[i].sum(1)
-    return (float(base.sum()/other.sum()), *map(float, np.quantile(ratios, [(1-level)/2, (1+level)/2])))
+    return (float(base.sum()/other.sum()), *_interval(ratios, level))
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #08eccafb
 def mean_length(
@@ -74,7 +78,7 @@ def paired_lengths(
     times = lambda n: rng.multinomial(n, np.full(n, 1/n), draws) # how often each is drawn
     s,p = times(S),times(P)
     a,b = (mean_length(np.einsum('ds,dp,spc->dc', s, p, x)) for x in (hits, base))
-    return (float(mean_length(hits.sum((0, 1)))-mean_length(base.sum((0, 1)))), *map(float, np.quantile(a-b, [(1-level)/2, (1+level)/2])))
+    return (float(mean_length(hits.sum((0, 1)))-mean_length(base.sum((0, 1)))), *_interval(a-b, level))
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #4ab316f3
 def paired_answers(
@@ -88,7 +92,7 @@ def paired_answers(
     if right.shape != base.shape or right.ndim != 1 or len(right) < 2: raise ValueError(f"right and base need the same questions, at least 2: got shapes {right.shape} and {base.shape}")
     gained,lost = int((right&~base).sum()),int((base&~right).sum())
     d = right.astype(float)-base
-    low,high = np.quantile(d[np.random.default_rng(seed).integers(0, len(d), (draws, len(d)))].mean(1), [(1-level)/2, (1+level)/2])
+    low,high = _interval(d[np.random.default_rng(seed).integers(0, len(d), (draws, len(d)))].mean(1), level)
     return dict(accuracy=right.mean(), base=base.mean(), gain=d.mean(), low=low, high=high, gained=gained, lost=lost, p=binomtest(gained, gained+lost).pvalue if gained+lost else 1.)
 
 # %% ../../nbs/evaluation/40_metrics.ipynb #205f468e
