@@ -297,7 +297,7 @@ def test_exhaustive_is_never_below_greedy(seed, k):
         at = {tuple(t.layers[i] for i in ids): v for ids,v in zip(sub, scores)}
         assert best.score == pytest.approx(max(at.values())) == at[best.layers] and step.score == pytest.approx(at[step.layers])
         below = lambda v: 100*np.mean([w < v-1e-12 for w in at.values()])
-        assert best.subsets == len(at) == math.comb(7, k) and best.percentile == pytest.approx(below(best.score))
+        assert best.subsets == len(at) == math.comb(6, k) and best.percentile == pytest.approx(below(best.score))
         if step.percentile is not None: assert step.percentile == pytest.approx(below(step.score))
         if k == 3: assert best.default['score'] == pytest.approx(at[2, 4, 5]) and best.default['percentile'] == pytest.approx(below(at[2, 4, 5]))
         else: assert best.default is None
@@ -306,7 +306,7 @@ def test_exhaustive_is_never_below_greedy(seed, k):
 @given(seeds)
 def test_shortlist_is_the_best_by_shannon(seed):
     s = sample(seed); t = layer_statistics(s)
-    got = select_layers(t, 3) # 35 sets: all are looked at
+    got = select_layers(t, 3, candidates=range(1, 8)) # 35 sets: all are looked at
     want = {c: joint_entropy([s.layer(h) for h in c]) for c in itertools.combinations(range(1, 8), 3)}
     assert got.layers == max(want, key=want.get) and got.score == pytest.approx(max(want.values()))
 
@@ -319,6 +319,12 @@ def test_methods(method):
     if method in ('random', 'depth-matched'): assert len({select_layers(t, 3, method, seed=i).layers for i in range(9)}) > 1
     if method == 'depth-matched': assert max(s.layers) == max(select_layers(t, 3).layers)
     if METHODS[method].objective or method == 'random': assert set(select_layers(t, 2, method, candidates=[2, 5, 7])) < {2, 5, 7}
+
+def test_the_last_candidate_has_to_be_asked_for():
+    t = layer_statistics(sample())
+    for k in range(1, 7): assert select_layers(t, k).candidates == tuple(range(1, 7)), k
+    assert select_layers(t, 7).layers == select_layers(t, 7, candidates=range(1, 8)).layers == tuple(range(1, 8))
+    assert 7 in select_layers(t, 6, candidates=range(2, 8)).layers
 
 @pytest.mark.parametrize('method', METHODS)
 def test_selection_survives_json(method, tmp_path):
@@ -335,7 +341,7 @@ def test_one_undefined_layer_does_not_decide(objective, search):
     "A layer whose debiased variance is not positive has no score: it is passed over, or the selection refused."
     for seed in range(5):
         t = layer_statistics(sample(seed))
-        want = select_layers(t, 3, objective=objective, search=search, candidates=[h for h in range(1, 8) if h != 4]).layers
+        want = select_layers(t, 3, objective=objective, search=search, candidates=[h for h in range(1, 7) if h != 4]).layers
         t.debiased = t.debiased.copy(); t.debiased[4,4] = -40. # so low that the sum over any set with it is negative
         try: got = select_layers(t, 3, objective=objective, search=search).layers
         except ValueError as e: assert 'more tokens' in str(e)

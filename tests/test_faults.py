@@ -162,7 +162,7 @@ def test_shallow_models():
 def test_wrong_selection(stats, tmp_path):
     for kw,words in ((dict(method='x'), ["method='x'", 'exhaustive-entropy']), (dict(objective='x'), ["objective='x'", 'logdet']), (dict(search='x'), ["search='x'", "'greedy'"]),
                      (dict(objective='logdet', search='shortlist'), ['shortlist', 'logdet']), (dict(candidates=[0, 1, 2]), ['candidates', '0', '1..7']),
-                     (dict(candidates=[1, 1, 2]), ['candidates', 'repeats']), (dict(limit=5), ['limit=5', '35 subsets']), (dict(k=2, method='default'), ['k=2', 'three'])):
+                     (dict(candidates=[1, 1, 2]), ['candidates', 'repeats']), (dict(limit=5), ['limit=5', '20 subsets']), (dict(k=2, method='default'), ['k=2', 'three'])):
         fails(lambda: select_layers(stats, **kw), ValueError, *words)
     fails(lambda: select_layers(stats).flags('x'), ValueError, "engine='x'", 'vllm')
     fails(lambda: select_layers(stats, 2).flags('specforge'), ValueError, 'specforge', 'exactly 3')

@@ -254,7 +254,7 @@ def select_layers(
     method:str='exhaustive-entropy', # a key of `METHODS`
     objective:str|None=None,# instead of the method's own: a key of `OBJECTIVES`
     search:str|None=None,   # instead of the method's own: 'exhaustive', 'greedy' or 'shortlist'
-    candidates=None,        # boundaries to choose from; default: the measured ones between 1 and L-1
+    candidates=None,        # boundaries to choose from; default: the measured ones between 1 and L-2, and L-1 if k needs it
     seed:int=0,             # of the random methods
     limit:int=10**7,        # most subsets to score exactly
     **options               # of the objective (debiased, beta, kind, ...); `like` for depth-matched
@@ -271,6 +271,7 @@ def select_layers(
     pool = [h for h in default_candidates(L) if h in stats.layers] if candidates is None else check_layers(candidates, L, 1, L-1, 'candidates')
     stats.index(pool)
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(pool): raise ValueError(f"k={k!r} must be between 1 and {len(pool)}, the number of candidates")
+    if candidates is None and k < len(pool) and pool[-1] == L-1: pool.pop()
     about = dict(num_layers=L, method=method, objective=objective, search=search, candidates=tuple(pool), filter=stats.filter, tokens=stats.tokens,
                  options={**options, **({'seed': seed} if method in ('random', 'depth-matched') else {})}, provenance=stats.provenance, warnings=tuple(warnings_of(stats)))
     known = {'like'} if method == 'depth-matched' else set(inspect.signature(OBJECTIVES[objective]).parameters)-{'stats'} if objective else set()
